@@ -1,0 +1,1 @@
+"""Train, evaluate and use CLIP-style image-text models."""
