@@ -118,7 +118,7 @@ class Encoder(Section):
     gated_attention: bool = False
     """Multiply each head's output by a sigmoid gate of its input (arXiv 2505.06708)."""
     layer_scale: PositiveFloat | None = None
-    """Initial value of LayerScale on each residual branch (arXiv 2103.17239); null leaves it out."""
+    """Initial LayerScale of each residual branch (arXiv 2103.17239); null leaves it out."""
     drop_path: Fraction = 0.0
     """Stochastic depth rate of the last block; it grows linearly from 0 at the first."""
     dropout: Fraction = 0.0
@@ -126,7 +126,7 @@ class Encoder(Section):
     position: Literal["learned", "sinusoidal", "none"] = "learned"
     """Absolute position embedding added to the tokens."""
     rope: bool = False
-    """Rotary positions in every attention layer: 2-D for images, 1-D for text (arXiv 2104.09864)."""
+    """Rotary positions in attention: 2-D for images, 1-D for text (arXiv 2104.09864)."""
     rope_theta: PositiveFloat = 10_000.0
     """Base of the rotary frequencies. Used with `rope`."""
     kernel: Literal["auto", "reference", "sdpa"] = "auto"
@@ -420,7 +420,7 @@ class Optim(Section):
     eps: PositiveFloat = 1e-6
     """Added to the root of the second moment."""
     weight_decay: NonNegativeFloat = 0.2
-    """Decay of matrices. Norms, biases, positions, class token and temperature are never decayed."""
+    """Decay of matrices; norms, biases, positions, class token and temperature have none."""
     warmup: DurationText = "2000 steps"
     """Linear rise of the learning rate from 0."""
     final_lr: Probability = 0.0

@@ -1,0 +1,229 @@
+"""The `multimodal` command: arguments to one call each. Torch is imported only when a call runs.
+
+A user's mistake ends in one clear sentence and exit code 2; set MULTIMODAL_TRACEBACK=1 to see
+where it was noticed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from multimodal.config import Config, EvaluateConfig
+from multimodal.config_io import dump_yaml, help_text, load_config
+
+app = typer.Typer(
+    name="multimodal",
+    help="Train, evaluate and use CLIP-style image-text models.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+ModelArgument = Annotated[str, typer.Argument(help="Run folder or model folder.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps.")]
+BatchSize = Annotated[int, typer.Option(help="Pictures encoded at once.", min=1)]
+Workers = Annotated[int, typer.Option(help="Loader processes.", min=0)]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+
+
+def _verbatim(text: str) -> str:
+    """Keep click from rewrapping a help text."""
+    return "\n\n".join("\b\n" + part for part in text.split("\n\n"))
+
+
+@app.command(
+    epilog=_verbatim(
+        "Example:\n  multimodal train configs/recipes/quickstart.yaml optim.lr=1e-3\n\n"
+        "Settings (files merge left to right, then key=value):\n" + help_text(Config)
+    ),
+)
+def train(
+    config: Annotated[list[str], typer.Argument(help="YAML files and key=value overrides.")],
+    show: Annotated[
+        bool, typer.Option("--print", help="Show the resolved config and stop.")
+    ] = False,
+) -> None:
+    """Train, evaluate on the way, checkpoint. The same command again resumes."""
+    resolved = load_config(config, Config)
+    if show:
+        typer.echo(dump_yaml(resolved), nl=False)
+        return
+    from multimodal.train.loop import train as run
+
+    run(resolved)
+
+
+@app.command(
+    epilog=_verbatim(
+        "Example:\n  multimodal evaluate runs/quickstart configs/data/openmoji.yaml\n\n"
+        "Without a config the run's own evaluations are repeated."
+    ),
+)
+def evaluate(
+    model: ModelArgument,
+    config: Annotated[
+        list[str] | None, typer.Argument(help="YAML files and key=value with `evaluate:`.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Also write the figures to this file.")] = None,
+    device: Device = "auto",
+    batch_size: BatchSize = 64,
+    workers: Workers = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Zero-shot classification and retrieval on any data source."""
+    section = load_config(config or [str(Path(model) / "config.yaml")], EvaluateConfig, only=True)
+    from multimodal.evaluate.report import print_results
+    from multimodal.evaluate.run import evaluate_all
+    from multimodal.weights.load import load
+
+    results = evaluate_all(
+        load(model, device=device), section.evaluate, batch_size=batch_size, workers=workers
+    )
+    text = json.dumps(results, indent=2)
+    if out is not None:
+        out.write_text(text + "\n")
+    if as_json:
+        typer.echo(text)
+    else:
+        print_results(results)
+
+
+@app.command(
+    epilog=_verbatim(
+        'Example:\n  multimodal classify runs/quickstart pizza.png --labels "cat,pizza"'
+    ),
+)
+def classify(
+    model: ModelArgument,
+    images: Annotated[list[Path], typer.Argument(help="Picture files or folders of pictures.")],
+    labels: Annotated[str, typer.Option(help="Names with commas between, or a file of lines.")],
+    template: Annotated[
+        list[str] | None, typer.Option(help="Prompt around a name, such as 'a photo of {}.'")
+    ] = None,
+    top: Annotated[int, typer.Option(help="Labels shown for each picture.", min=1)] = 5,
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Zero-shot classification of pictures by names."""
+    from multimodal.data.folder import picture_files
+    from multimodal.weights.load import load
+
+    names = _read_labels(labels)
+    paths = [path for image in images for path in picture_files(image)]
+    probabilities = load(model, device=device).classify(paths, names, templates=template)
+    scores, order = probabilities.topk(min(top, len(names)), dim=1)
+    rows = [
+        {"image": str(path), "labels": [names[i] for i in row], "probabilities": values}
+        for path, row, values in zip(paths, order.tolist(), scores.tolist(), strict=True)
+    ]
+    if as_json:
+        typer.echo(json.dumps(rows, indent=2))
+        return
+    for row in rows:
+        found = zip(row["labels"], row["probabilities"], strict=True)
+        typer.echo(f"{row['image']}: " + ", ".join(f"{name} {p:.1%}" for name, p in found))
+
+
+def _read_labels(labels: str) -> list[str]:
+    path = Path(labels)
+    text = path.read_text(encoding="utf-8").splitlines() if path.is_file() else labels.split(",")
+    return [name.strip() for name in text if name.strip()]
+
+
+@app.command(epilog=_verbatim("Example:\n  multimodal embed runs/quickstart photos/ embeddings/"))
+def embed(
+    model: ModelArgument,
+    data: Annotated[str, typer.Argument(help="Shards, a table, or a folder of pictures.")],
+    out: Annotated[Path, typer.Argument(help="Folder to write; an unfinished one is completed.")],
+    dtype: Annotated[
+        Literal["float16", "float32"], typer.Option(help="Number format of the vectors.")
+    ] = "float16",
+    rows_per_part: Annotated[int, typer.Option(help="Rows of each file.", min=1)] = 100_000,
+    device: Device = "auto",
+    batch_size: BatchSize = 64,
+    workers: Workers = 0,
+) -> None:
+    """Export unit-length embeddings with metadata, in the layout of clip-retrieval."""
+    from multimodal.data.build import source_from_path
+    from multimodal.embed.export import export
+    from multimodal.weights.load import load
+
+    export(
+        load(model, device=device),
+        source_from_path(data),
+        out,
+        model_path=model,
+        dtype=dtype,
+        rows_per_part=rows_per_part,
+        batch_size=batch_size,
+        workers=workers,
+    )
+
+
+@app.command(epilog=_verbatim('Example:\n  multimodal search embeddings/ "a slice of pizza"'))
+def search(
+    index: Annotated[Path, typer.Argument(help="Folder written by `multimodal embed`.")],
+    query: Annotated[str, typer.Argument(help="A text, or the path of a picture.")],
+    model: Annotated[
+        str | None, typer.Option(help="Model for the query; default: the one of the folder.")
+    ] = None,
+    top: Annotated[int, typer.Option(help="Rows shown.", min=1)] = 10,
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Find pictures by a text or by a picture."""
+    from multimodal.embed.format import read_manifest
+    from multimodal.embed.search import search as find
+    from multimodal.weights.load import load
+
+    pretrained = load(model or read_manifest(index).model_path, device=device)
+    encode = pretrained.encode_image if Path(query).is_file() else pretrained.encode_text
+    rows = find(index, encode([query]), k=top, fingerprint=pretrained.fingerprint())[0]
+    if as_json:
+        typer.echo(json.dumps([row.as_dict() for row in rows], indent=2))
+        return
+    for row in rows:
+        typer.echo(f"{row.score:.3f}  {row.metadata['caption']}  ({row.metadata['image_path']})")
+
+
+@app.command(
+    epilog=_verbatim(
+        "Examples:\n  multimodal pack photos/ shards/\n  multimodal pack table.csv shards/\n"
+        "  multimodal pack demo:openmoji data/openmoji"
+    ),
+)
+def pack(
+    source: Annotated[str, typer.Argument(help="Folder, table, or demo:openmoji.")],
+    out: Annotated[Path, typer.Argument(help="Folder to write.")],
+    samples_per_shard: Annotated[int, typer.Option(help="Samples in a shard.", min=1)] = 10_000,
+) -> None:
+    """Write tar shards in the WebDataset layout."""
+    if source == "demo:openmoji":
+        from multimodal.data.demo import pack_openmoji
+
+        pack_openmoji(out)
+        return
+    from multimodal.data.build import source_from_path
+    from multimodal.data.pack import pack as write
+
+    write(source_from_path(source), out, samples_per_shard=samples_per_shard)
+
+
+def main() -> None:
+    """Run the command line."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    try:
+        app()
+    except (ValueError, FileNotFoundError) as error:
+        if os.environ.get("MULTIMODAL_TRACEBACK"):
+            raise
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(2)

@@ -1,0 +1,260 @@
+"""YAML files and `key=value` texts to a checked section, and back. No torch.
+
+Files merge left to right, then the overrides. `include: [other.yaml]` at the top of a file merges
+those first, by paths relative to it. A section whose `kind` changes is replaced whole, since the
+settings of the old kind would be mistakes in the new one.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails, PydanticUndefined
+
+from multimodal.config import Config
+
+Schema = TypeVar("Schema", bound=BaseModel)
+Tree = dict[str, Any]
+
+
+_WHOLE = Config.model_fields
+
+
+class ConfigError(ValueError):
+    """Mistakes in a configuration, all of them, one a line."""
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2 scalars (`5e-4` is a number, `no` is text) and no duplicate keys."""
+
+    yaml_implicit_resolvers = {}
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                line = key_node.start_mark.line + 1
+                raise ConfigError(f"{key_node.start_mark.name}:{line}: key {key!r} is given twice")
+            seen.add(key)
+        return super().construct_mapping(node, deep=deep)
+
+
+for _tag, _pattern, _first in (
+    ("bool", r"true|false|True|False", "tfTF"),
+    ("int", r"[-+]?[0-9]+", "-+0123456789"),
+    ("float", r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?", "-+.0123456789"),
+    ("null", r"null|~|", ["n", "~", ""]),
+):
+    _Loader.add_implicit_resolver(
+        f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), list(_first)
+    )
+_Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(node.value))
+
+
+def _parse(text: str, name: str) -> Any:
+    loader = _Loader(text)
+    loader.name = name
+    try:
+        return loader.get_single_data()
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{name} is not valid YAML: {error}") from None
+    finally:
+        loader.dispose()
+
+
+def read_yaml(path: str | Path) -> Tree:
+    """Read one file with its includes.
+
+    Raises:
+        ConfigError: when it is missing, is not a mapping, or has a key twice.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ConfigError(
+            f"{path}: no such file; an argument is a YAML file or key=value (optim.lr=1e-3)"
+        )
+    tree = _parse(path.read_text(encoding="utf-8"), str(path))
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: the top of a config file is a mapping, not {tree!r}")
+    merged: Tree = {}
+    for name in tree.pop("include", []):
+        merged = merge(merged, read_yaml(path.parent / name))
+    return merge(merged, tree)
+
+
+def merge(base: Tree, over: Tree) -> Tree:
+    """Return `base` with the values of `over`; a mapping whose `kind` differs is replaced whole."""
+    merged = dict(base)
+    for key, value in over.items():
+        old = merged.get(key)
+        both = isinstance(old, dict) and isinstance(value, dict)
+        if both and value.get("kind", old.get("kind")) == old.get("kind"):
+            merged[key] = merge(old, value)
+        else:
+            merged[key] = value
+    return merged
+
+
+def parse_override(text: str) -> Tree:
+    """Turn `a.b=value` into `{"a": {"b": value}}`; the value is read as YAML."""
+    dotted, _, value = text.partition("=")
+    tree: Any = _parse(value, text)
+    for name in reversed(dotted.split(".")):
+        tree = {name: tree}
+    return tree
+
+
+def is_override(text: str) -> bool:
+    """Whether an argument is `key=value` rather than a file."""
+    return re.match(r"[A-Za-z_][\w.-]*=", text) is not None
+
+
+def load_config(arguments: Sequence[str], schema: type[Schema], *, only: bool = False) -> Schema:
+    """Merge files and overrides and check them against `schema`.
+
+    Args:
+        only: leave out the top-level keys of a whole config that `schema` does not have.
+
+    Raises:
+        ConfigError: lists every mistake, one a line.
+    """
+    tree: Tree = {}
+    for path in (a for a in arguments if not is_override(a)):
+        tree = merge(tree, read_yaml(path))
+    over: Tree = {}
+    for text in (a for a in arguments if is_override(a)):
+        over = merge(over, parse_override(text))
+    tree = merge(tree, over)
+    if only:
+        tree = {k: v for k, v in tree.items() if k in schema.model_fields or k not in _WHOLE}
+    return check(tree, schema)
+
+
+def check(tree: Tree, schema: type[Schema]) -> Schema:
+    """Validate a merged tree.
+
+    Raises:
+        ConfigError: lists every mistake, one a line.
+    """
+    try:
+        return schema.model_validate(tree)
+    except ValidationError as error:
+        names = [name for name, *_ in fields(schema)]
+        lines = [_describe_mistake(e, tree, names) for e in error.errors()]
+        count = f"{len(lines)} mistake{'s' if len(lines) > 1 else ''} in the configuration"
+        raise ConfigError("\n  ".join([f"{count}:", *lines])) from None
+
+
+def _dotted(location: Sequence[int | str], tree: Any) -> str:
+    """Join a pydantic location without the tags of tagged unions, which are no keys."""
+    names: list[str] = []
+    for part in location:
+        if isinstance(tree, dict) and part not in tree and part == tree.get("kind"):
+            continue
+        names.append(str(part))
+        if isinstance(tree, dict):
+            tree = tree.get(part)
+        elif isinstance(tree, list) and isinstance(part, int):
+            tree = tree[part]
+    return ".".join(names)
+
+
+def _describe_mistake(error: ErrorDetails, tree: Tree, names: Sequence[str]) -> str:
+    path = _dotted(error["loc"], tree)
+    kind, context = error["type"], error.get("ctx", {})
+    if kind == "extra_forbidden":
+        return f"{path}: unknown setting{_suggest(path, names)}"
+    if kind == "missing":
+        return f"{path}: missing"
+    if kind == "union_tag_not_found":
+        return f"{path}: give {path}.kind, which chooses the variant"
+    if kind == "union_tag_invalid":
+        return f"{path}.kind = {context['tag']!r}: allowed are {context['expected_tags']}"
+    message = error["msg"].removeprefix("Value error, ")
+    message = message[:1].lower() + message[1:]
+    if isinstance(error["input"], dict):
+        return f"{path}: {message}" if path else message
+    return f"{path} = {error['input']!r}: {message}"
+
+
+def _suggest(path: str, names: Sequence[str]) -> str:
+    """The nearest existing name: first by the last part of the path, then by the whole of it."""
+    leaf = path.rpartition(".")[2]
+    same_leaf = [name for name in names if name.rpartition(".")[2] == leaf]
+    near = difflib.get_close_matches(
+        path, same_leaf or names, n=1, cutoff=0.0 if same_leaf else 0.6
+    )
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+# --- help ----------------------------------------------------------------------------------------
+
+
+def _variants(annotation: Any) -> list[type[BaseModel]]:
+    """The sections that a field's type can hold."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    if get_origin(annotation) in (Union, UnionType, Annotated, dict):
+        return [v for a in get_args(annotation) for v in _variants(a)]
+    return []
+
+
+def fields(schema: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str, str, str]]:
+    """Yield (dotted name, type, default, documentation) of every setting below `schema`.
+
+    Variants of a union follow each other; a name that several share is listed once for each kind.
+    """
+    for name, field in schema.model_fields.items():
+        path = prefix + name
+        sections = _variants(field.annotation)
+        if not sections:
+            default = "required" if field.default is PydanticUndefined else repr(field.default)
+            kind = _type_name(field.annotation) + _limits(field.metadata)
+            yield path, kind, default, field.description or ""
+        if get_origin(field.annotation) is dict:
+            path += ".NAME"
+        for section in sections:
+            yield from fields(section, path + ".")
+
+
+def _type_name(annotation: Any) -> str:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _type_name(arguments[0])
+    if origin in (Union, UnionType):
+        return " | ".join(_type_name(a) for a in arguments)
+    if origin is Literal:
+        return " | ".join(arguments)
+    if origin is list:
+        return f"list of {_type_name(arguments[0])}"
+    return "null" if annotation is type(None) else annotation.__name__
+
+
+def _limits(metadata: Sequence[Any]) -> str:
+    """The limits of a field, such as `> 0`, from its `annotated_types` metadata."""
+    signs = (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
+    return "".join(
+        f", {sign} {getattr(limit, name)}"
+        for limit in metadata
+        for name, sign in signs
+        if hasattr(limit, name)
+    )
+
+
+def help_text(schema: type[BaseModel]) -> str:
+    """One block for each setting: name, type, default, documentation."""
+    lines = [f"{n} : {t} = {d}\n    {doc}" for n, t, d, doc in fields(schema)]
+    return "\n".join(lines)
+
+
+def dump_yaml(section: BaseModel) -> str:
+    """The resolved section as YAML that `read_yaml` and `check` turn into an equal one."""
+    return yaml.safe_dump(section.model_dump(), sort_keys=False, allow_unicode=True, width=100)

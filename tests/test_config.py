@@ -1,0 +1,159 @@
+"""Configuration: values are read as written, and every mistake is named in one go."""
+
+import subprocess
+import sys
+
+import pytest
+
+from multimodal.config import Config, parse_duration
+from multimodal.config_io import (
+    ConfigError,
+    check,
+    dump_yaml,
+    fields,
+    load_config,
+    merge,
+    parse_override,
+    read_yaml,
+)
+
+TREE = {
+    "model": {
+        "image": {"kind": "vit"},
+        "text": {"kind": "transformer"},
+        "tokenizer": {"kind": "bpe"},
+    },
+    "data": {"train": {"kind": "shards", "path": "x"}},
+}
+
+
+@pytest.fixture
+def base(tmp_path):
+    path = tmp_path / "base.yaml"
+    path.write_text(dump_yaml(check(TREE, Config)))
+    return str(path)
+
+
+def mistakes(base, *overrides):
+    with pytest.raises(ConfigError) as caught:
+        load_config([base, *overrides], Config)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["1e-3", "1E-3", "0.001", ".001", "+1e-3"])
+def test_numbers_are_numbers_from_files_and_overrides(base, tmp_path, text):
+    extra = tmp_path / "lr.yaml"
+    extra.write_text(f"optim:\n  lr: {text}\n")
+    assert load_config([base, str(extra)], Config).optim.lr == 1e-3
+    assert load_config([base, f"optim.lr={text}"], Config).optim.lr == 1e-3
+
+
+def test_yaml_1_1_surprises_are_gone(tmp_path):
+    path = tmp_path / "a.yaml"
+    path.write_text("a: no\nb: 010\nc: on\nd: 1:30\ne: true\nf: null\n")
+    assert read_yaml(path) == {"a": "no", "b": 10, "c": "on", "d": "1:30", "e": True, "f": None}
+
+
+def test_duplicate_keys_are_refused_with_the_line(tmp_path):
+    path = tmp_path / "twice.yaml"
+    path.write_text("optim:\n  lr: 1\n  lr: 2\n")
+    with pytest.raises(ConfigError, match=r"twice\.yaml:3: key 'lr' is given twice"):
+        read_yaml(path)
+
+
+def test_all_mistakes_are_listed_at_once_with_the_nearest_name(base):
+    text = mistakes(
+        base, "optim.lrr=1", "lr=3", "train.batch_size=-3", "model.text.contxt_length=3"
+    )
+    assert "4 mistakes" in text
+    assert "optim.lrr: unknown setting; did you mean optim.lr?" in text
+    assert "  lr: unknown setting; did you mean optim.lr?" in text
+    assert "train.batch_size = -3: input should be greater than 0" in text
+    assert "did you mean model.text.context_length?" in text
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.image.kind=foo", "model.image.kind = 'foo': allowed are 'vit', 'timm'"),
+        ("optim.lr=fast", "optim.lr = 'fast': input should be a valid number"),
+        ("model.text.bias=1", "model.text.bias = 1: input should be a valid boolean"),
+        ("model.text.heads=7", "heads=7 does not divide width=512"),
+        ("train.duration=5 days", "'5 days' is not a duration"),
+        ("train.duration=5 min", "minutes are allowed only in `every`"),
+        ("checkpoint.every=0 steps", "must be above 0"),
+        ("loss.kind=sigmoid", "loss.kind=sigmoid needs model.logit_bias"),
+        ("data.templates=[a photo]", "must contain {} once"),
+        ("model.text.causal=false", "mask_padding=true"),
+        ("nowhere.yaml", "no such file"),
+    ],
+)
+def test_a_mistake_says_where_what_and_what_is_allowed(base, override, message):
+    assert message in mistakes(base, override)
+
+
+def test_a_changed_kind_replaces_the_section_whole():
+    over = parse_override("image.kind=timm")
+    assert merge({"image": {"kind": "vit", "width": 3}}, over) == {"image": {"kind": "timm"}}
+    same = parse_override("image.width=5")
+    assert merge({"image": {"kind": "vit", "width": 3}}, same) == {
+        "image": {"kind": "vit", "width": 5}
+    }
+
+
+def test_includes_are_merged_first_and_relative_to_the_file(tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "a.yaml").write_text("optim: {lr: 1, eps: 2}\n")
+    (tmp_path / "sub" / "b.yaml").write_text("include: [../a.yaml]\noptim: {lr: 3}\n")
+    assert read_yaml(tmp_path / "sub" / "b.yaml") == {"optim": {"lr": 3, "eps": 2}}
+
+
+def test_the_resolved_config_rebuilds_itself(base):
+    config = load_config([base, "optim.lr=1e-5", "evaluate.a.kind=retrieval",
+                          "evaluate.a.data={kind: folder, path: 'no'}"], Config)  # fmt: skip
+    assert config.evaluate["a"].data.path == "no"
+    path = base.replace("base", "again")
+    with open(path, "w") as file:
+        file.write(dump_yaml(config))
+    assert load_config([path], Config) == config
+
+
+@pytest.mark.parametrize(
+    ("text", "value", "unit"),
+    [
+        ("1000 steps", 1000, "steps"),
+        ("3 epochs", 3, "epochs"),
+        ("2e6 samples", 2e6, "samples"),
+        ("5%", 5, "percent"),
+        ("10 min", 10, "minutes"),
+    ],
+)
+def test_durations(text, value, unit):
+    assert parse_duration(text) == (value, unit)
+
+
+def run(*arguments, cwd=None):
+    command = [sys.executable, "-m", "multimodal", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=60)
+
+
+def test_train_print_shows_the_resolved_config(base):
+    result = run("train", base, "optim.lr=2e-3", "--print")
+    assert result.returncode == 0, result.stderr
+    assert "lr: 0.002" in result.stdout
+
+
+def test_mistakes_exit_with_2_before_anything_is_made(base, tmp_path):
+    folder = tmp_path / "run"
+    result = run("train", base, f"run={folder}", "optim.lrr=1")
+    assert result.returncode == 2
+    assert "did you mean optim.lr?" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert not folder.exists()
+
+
+def test_help_lists_every_setting_with_type_default_and_documentation():
+    text = run("train", "--help").stdout
+    for name, kind, default, documentation in fields(Config):
+        assert f"{name} : {kind} = {default}" in text
+        assert documentation in text
