@@ -1,0 +1,176 @@
+"""Everything that one process asks of the others. The only file with collectives.
+
+All functions work without a process group too, as if the world had one rank. Whoever starts the
+processes (Accelerate, torchrun) also makes the group; `shutdown` ends it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+def rank() -> int:
+    """Number of this process, from 0."""
+    return dist.get_rank() if _has_group() else 0
+
+
+def world_size() -> int:
+    """Number of processes."""
+    return dist.get_world_size() if _has_group() else 1
+
+
+def is_main() -> bool:
+    """Whether this process is rank 0, the one that writes files."""
+    return rank() == 0
+
+
+def gather_with_grad(x: Tensor) -> Tensor:
+    """Concatenate the rows of all ranks, in rank order, as one differentiable operation.
+
+    Every rank's loss depends on every rank's rows, so the gradient of a row is the sum of what
+    all ranks found for it.
+
+    Args:
+        x: [b, ...], the same shape on all ranks.
+
+    Returns:
+        [W * b, ...] on W ranks.
+    """
+    return _Gather.apply(x) if world_size() > 1 else x
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return _all_gather(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        rows = grad.shape[0] // world_size()
+        if dist.get_backend() == "nccl":
+            own = grad.new_empty(rows, *grad.shape[1:])
+            dist.reduce_scatter_tensor(own, grad.contiguous())
+            return own
+        total = grad.contiguous().clone()
+        dist.all_reduce(total)
+        return total.narrow(0, rank() * rows, rows)
+
+
+@torch.no_grad()
+def gather_rows(x: Tensor) -> Tensor:
+    """Concatenate the rows of all ranks, in rank order, without a gradient.
+
+    Args:
+        x: [n, ...] with a rank's own n, which may be 0; the other sizes agree.
+
+    Returns:
+        [sum of n, ...] on the device of `x`.
+    """
+    if world_size() == 1:
+        return x
+    counts = _all_gather(torch.tensor([x.shape[0]], device=x.device)).tolist()
+    padded = x.new_zeros(max(counts), *x.shape[1:])
+    padded[: x.shape[0]] = x
+    blocks = _all_gather(padded).split(max(counts)) if max(counts) else []
+    return torch.cat([x[:0], *(b[:n] for b, n in zip(blocks, counts, strict=False))])
+
+
+def gather_objects(value: T) -> list[T]:
+    """The values of all ranks, in rank order."""
+    if world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def broadcast_object(value: T) -> T:
+    """Rank 0's value, on every rank."""
+    if world_size() == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def on_main(function: Callable[[], T]) -> T:
+    """Call `function` on rank 0 only and return its value on every rank.
+
+    Raises:
+        Exception: what `function` raised, on all ranks (as ValueError or RuntimeError on the
+            others), so that none waits for a rank that has left.
+    """
+    if world_size() == 1:
+        return function()
+    value, error, mistake = None, None, None
+    if is_main():
+        try:
+            value = function()
+        except Exception as caught:
+            error = caught
+            kind = ValueError if isinstance(caught, ValueError | FileNotFoundError) else None
+            mistake = ((kind or RuntimeError).__name__, f"{caught}")
+    value, mistake = broadcast_object((value, mistake))
+    if error is not None:
+        raise error
+    if mistake is not None:
+        raise {"ValueError": ValueError}.get(mistake[0], RuntimeError)(mistake[1])
+    return value
+
+
+@torch.no_grad()
+def all_reduce_sum(x: Tensor) -> Tensor:
+    """Sum over the ranks, elementwise; no gradient; `x` is left as it is."""
+    return _all_reduce(x, dist.ReduceOp.SUM) if world_size() > 1 else x.clone()
+
+
+@torch.no_grad()
+def all_reduce_max(x: Tensor) -> Tensor:
+    """Largest value over the ranks, elementwise; no gradient; `x` is left as it is."""
+    return _all_reduce(x, dist.ReduceOp.MAX) if world_size() > 1 else x.clone()
+
+
+def any_rank(flag: bool) -> bool:
+    """Whether the flag is set on at least one rank; all ranks get the same answer."""
+    return bool(all_reduce_max(torch.tensor(int(flag))).item())
+
+
+def barrier() -> None:
+    """Wait until every rank is here."""
+    if world_size() > 1:
+        dist.barrier()
+
+
+def shutdown() -> None:
+    """End the process group; without this, a clean run can still abort on its way out."""
+    if _has_group():
+        dist.destroy_process_group()
+
+
+def _has_group() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _for_backend(x: Tensor) -> Tensor:
+    """NCCL moves GPU memory only."""
+    return x.cuda() if dist.get_backend() == "nccl" else x
+
+
+def _all_gather(x: Tensor) -> Tensor:
+    sent = _for_backend(x.contiguous())
+    blocks = [torch.empty_like(sent) for _ in range(world_size())]
+    dist.all_gather(blocks, sent)
+    return torch.cat(blocks).to(x.device)
+
+
+def _all_reduce(x: Tensor, operation: Any) -> Tensor:
+    total = _for_backend(x.detach().clone())
+    dist.all_reduce(total, op=operation)
+    return total.to(x.device)
