@@ -1,0 +1,60 @@
+"""An image tower from timm, behind the same face as `image.VitTower`."""
+
+from __future__ import annotations
+
+import difflib
+
+import timm
+from torch import Tensor, nn
+
+from multimodal import config
+
+
+class TimmTower(nn.Module):
+    """A timm model without its classifier: pixels to pooled features.
+
+    Raises:
+        ValueError: when timm does not know the name, cannot build it so, or cannot fetch weights.
+    """
+
+    def __init__(self, section: config.TimmImage):
+        super().__init__()
+        self.model = _create(section)
+        self.width: int = getattr(self.model, "head_hidden_size", None) or self.model.num_features
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """Floating pixels [B, 3, H, W] to [B, width]."""
+        return self.model(pixels)
+
+
+def _create(section: config.TimmImage) -> nn.Module:
+    if "/" not in section.name and not timm.is_model(section.name):
+        near = difflib.get_close_matches(section.name, timm.list_models(), n=3)
+        raise ValueError(
+            f"model.image.name={section.name!r} is not a timm model; "
+            f"near names: {', '.join(near) or 'none'}; timm.list_models() lists all"
+        )
+    options = {"num_classes": 0, "pretrained": section.pretrained}
+    if section.drop_path:
+        options["drop_path_rate"] = section.drop_path
+    try:
+        return _create_at_size(section, options)
+    except TypeError as error:
+        raise ValueError(
+            f"timm cannot build {section.name!r} from model.image={section!r}: {error}"
+        ) from error
+    except OSError as error:
+        raise ValueError(
+            f"timm's weights of {section.name!r} are neither cached nor to be fetched ({error}); "
+            "run once where there is a network, or set model.image.pretrained=false"
+        ) from error
+
+
+def _create_at_size(section: config.TimmImage, options: dict) -> nn.Module:
+    """Models with a fixed grid need the size when built; others take any and refuse `img_size`."""
+    try:
+        return timm.create_model(section.name, img_size=section.image_size, **options)
+    except TypeError as error:
+        if "img_size" not in str(error):
+            raise
+        return timm.create_model(section.name, **options)

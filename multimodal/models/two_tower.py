@@ -1,0 +1,167 @@
+"""The two-tower model: images and texts to unit vectors of one space, and a temperature.
+
+Legend: B batch, E embed_dim, L tokens, H W pixels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from multimodal import config
+
+MAX_LOGIT_SCALE = 100.0
+"""Largest factor on the similarities (arXiv 2103.00020, section 2.5)."""
+_NORM_EPS = 1e-6
+
+
+class Features(NamedTuple):
+    """What a forward pass gives. An input that was left out has no features."""
+
+    image: Tensor | None
+    """float32 [B, E], unit length."""
+    text: Tensor | None
+    """float32 [B, E], unit length."""
+    logit_scale: Tensor
+    """float32 scalar: the factor itself, not its logarithm."""
+    logit_bias: Tensor | None
+    """float32 scalar."""
+
+
+class Temperature(nn.Module):
+    """The learned scale and offset of the logits, both float32 scalars.
+
+    A module of its own, since tools that freeze or decay by module miss bare parameters. The scale
+    is held as its logarithm.
+    """
+
+    def __init__(self, logit_scale: float, logit_bias: float | None):
+        super().__init__()
+        if not 1 <= logit_scale <= MAX_LOGIT_SCALE:
+            raise ValueError(
+                f"model.logit_scale={logit_scale} is outside [1, {MAX_LOGIT_SCALE:g}], "
+                "the range it is kept in; CLIP starts at 1/0.07, SigLIP at 10"
+            )
+        self.logit_scale = nn.Parameter(torch.tensor(math.log(logit_scale)))
+        bias = None if logit_bias is None else nn.Parameter(torch.tensor(float(logit_bias)))
+        self.register_parameter("logit_bias", bias)
+
+    def forward(self) -> tuple[Tensor, Tensor | None]:
+        """The scale (exponentiated) and the bias."""
+        return self.logit_scale.exp(), self.logit_bias
+
+    @torch.no_grad()
+    def clamp_(self) -> None:
+        """Keep the scale in [1, 100]; call it after an optimiser step."""
+        self.logit_scale.clamp_(0, math.log(MAX_LOGIT_SCALE))
+
+
+class TwoTower(nn.Module):
+    """Image tower, text tower, their projections and the temperature.
+
+    `build.build_model` makes one; the parts come in ready.
+
+    Args:
+        image: maps floating pixels [B, 3, H, W] to [B, image.width].
+        text: maps tokens [B, L] and lengths [B] to [B, text.width].
+        section: sizes, projections, temperature and pixel statistics.
+
+    Raises:
+        ValueError: when a projection is `none` and the tower is not `embed_dim` wide.
+    """
+
+    def __init__(self, image: nn.Module, text: nn.Module, section: config.Model):
+        super().__init__()
+        self.image = image
+        self.text = text
+        self.image_projection = _projection("image", image, section)
+        self.text_projection = _projection("text", text, section)
+        self.temperature = Temperature(section.logit_scale, section.logit_bias)
+        self.embed_dim = section.embed_dim
+        self._mean = tuple(section.preprocess.mean)
+        self._std = tuple(section.preprocess.std)
+
+    def encode_image(self, images: Tensor) -> Tensor:
+        """Embed pictures.
+
+        Args:
+            images: uint8 [B, 3, H, W], normalised here with the model's statistics; or floating,
+                taken as normalised already.
+
+        Returns:
+            float32 [B, E], unit length.
+        """
+        if images.dtype == torch.uint8:
+            images = normalise(images, self._mean, self._std)
+        elif not images.is_floating_point():
+            raise TypeError(
+                f"images are {images.dtype}; give uint8 pixels, or floating ones that are "
+                "normalised already"
+            )
+        return unit_length(self.image_projection(self.image(images)))
+
+    def encode_text(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+        """Embed texts: int64 [B, L] with lengths int64 [B] to float32 [B, E] of unit length."""
+        return unit_length(self.text_projection(self.text(tokens, lengths)))
+
+    def forward(
+        self,
+        images: Tensor | None = None,
+        tokens: Tensor | None = None,
+        lengths: Tensor | None = None,
+    ) -> Features:
+        """Embed pictures, texts or both; see `encode_image` and `encode_text`.
+
+        Raises:
+            ValueError: when tokens come without lengths, or lengths without tokens.
+        """
+        if (tokens is None) != (lengths is None):
+            raise ValueError("tokens and lengths belong together; give both or neither")
+        scale, bias = self.temperature()
+        return Features(
+            image=None if images is None else self.encode_image(images),
+            text=None if tokens is None else self.encode_text(tokens, lengths),
+            logit_scale=scale,
+            logit_bias=bias,
+        )
+
+
+def normalise(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
+    """Pixels to zero mean and unit deviation.
+
+    The statistics stay Python numbers: as buffers they would lose digits when a model is cast to
+    bfloat16, and they already live in the config.
+
+    Args:
+        images: uint8 [B, 3, H, W].
+        mean: of each channel, on a scale of 0 to 1.
+        std: of each channel, on a scale of 0 to 1.
+
+    Returns:
+        float32 [B, 3, H, W].
+    """
+    channels = zip(images.float().unbind(1), mean, std, strict=True)
+    return torch.stack([(x - 255 * m) / (255 * s) for x, m, s in channels], dim=1)
+
+
+def unit_length(features: Tensor) -> Tensor:
+    """float32 rows of length 1; a zero row stays zero and its gradient finite."""
+    return F.normalize(features.float(), dim=-1, eps=_NORM_EPS)
+
+
+def _projection(name: str, tower: nn.Module, section: config.Model) -> nn.Module:
+    kind = section.image_projection if name == "image" else section.text_projection
+    if kind != "none":
+        return nn.Linear(tower.width, section.embed_dim, bias=kind == "linear_bias")
+    if tower.width != section.embed_dim:
+        raise ValueError(
+            f"model.{name}_projection=none needs a tower as wide as the embedding, but the {name} "
+            f"tower is {tower.width} wide and model.embed_dim={section.embed_dim}; "
+            f"make them equal or set model.{name}_projection=linear"
+        )
+    return nn.Identity()
