@@ -1,0 +1,84 @@
+"""The model folder: everything that is needed to use a model, and nothing else.
+
+    model.safetensors   weights, in the dtype they have
+    tokenizer.json      vocabulary
+    text/config.json    architecture of a text tower from transformers; no such file otherwise
+    config.json         architecture, preprocessing, tokenizer settings, versions; written last
+
+Each file is replaced atomically, and a folder without config.json is incomplete.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+import multimodal
+from multimodal import config
+from multimodal.data.text import Tokenizer
+from multimodal.models.two_tower import TwoTower
+
+FORMAT = "multimodal"
+FORMAT_VERSION = 1
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "model.safetensors"
+TEXT_FOLDER = "text"
+
+
+def save_model(
+    folder: Path | str, *, model: TwoTower, section: config.Model, tokenizer: Tokenizer
+) -> None:
+    """Write the model folder; one that is there already is replaced.
+
+    Args:
+        folder: where to; made if missing. Other files in it are left alone.
+        model: without wrappers (DDP, compiled).
+        section: what the model was built from.
+        tokenizer: what its texts were encoded with.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / CONFIG_FILE).unlink(missing_ok=True)
+    tokenizer.save(folder)
+    if isinstance(section.text, config.HfText):
+        model.text.save_architecture(folder / TEXT_FOLDER)
+    state = {
+        name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()
+    }
+    replace_file(folder / WEIGHTS_FILE, lambda path: save_file(state, path))
+    text = json.dumps(_describe(section, tokenizer), indent=2) + "\n"
+    replace_file(folder / CONFIG_FILE, lambda path: path.write_text(text, encoding="utf-8"))
+
+
+def _describe(section: config.Model, tokenizer: Tokenizer) -> dict:
+    return {
+        "format": FORMAT,
+        "version": FORMAT_VERSION,
+        "model": section.model_dump(),
+        "tokenizer": tokenizer.settings(),
+        "versions": {
+            "multimodal": multimodal.__version__,
+            "torch": torch.__version__,
+            "timm": version("timm"),
+            "transformers": version("transformers"),
+        },
+    }
+
+
+def replace_file(path: Path, write: Callable[[Path], object]) -> None:
+    """Let `write` fill a file that takes the place of `path` at once, and is readable by all.
+
+    The temporary name is `<name>.tmp`, so that readers that look for an ending do not see it.
+    """
+    temporary = path.with_name(path.name + ".tmp")
+    write(temporary)
+    temporary.chmod(0o644)
+    with temporary.open("rb") as file:
+        os.fsync(file.fileno())
+    temporary.replace(path)
