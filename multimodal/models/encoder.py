@@ -1,7 +1,6 @@
 """The Transformer stack that both towers use, and the parts that follow its settings."""
 
-from __future__ import annotations
-
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from multimodal import config
@@ -24,9 +23,13 @@ class EncoderStack(nn.Module):
         self.blocks = nn.ModuleList([_block(section, rate) for rate in rates])
 
     def forward(
-        self, x: Tensor, *, mask: Mask | None = None, rope: RotaryTable | None = None
-    ) -> Tensor:
-        """Tokens [B, N, width] to [B, N, width]."""
+        self,
+        x: Float[Tensor, "B N width"],
+        *,
+        mask: Mask | None = None,
+        rope: RotaryTable | None = None,
+    ) -> Float[Tensor, "B N width"]:
+        """Run the tokens through all blocks."""
         for block in self.blocks:
             x = block(x, mask=mask, rope=rope)
         return x

@@ -1,10 +1,9 @@
 """A text tower from transformers, behind the same face as `text.TextTower`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 
@@ -32,15 +31,14 @@ class HfTextTower(nn.Module):
         """Write transformers' `config.json`, from which `pretrained: false` rebuilds the tower."""
         self.model.config.save_pretrained(folder)
 
-    def forward(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+    def forward(
+        self, tokens: Int[Tensor, "B L"], lengths: Int[Tensor, "B"]
+    ) -> Float[Tensor, "B width"]:
         """Embed texts.
 
         Args:
-            tokens: int64 [B, L], padded on the right.
-            lengths: int64 [B], in 1..L.
-
-        Returns:
-            [B, width].
+            tokens: int64, padded on the right.
+            lengths: int64, tokens of each text, in 1..L.
         """
         valid_BL = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
         output = self.model(input_ids=tokens, attention_mask=valid_BL.long())

@@ -11,11 +11,10 @@ How it differs from the paper:
 Legend: B batch, H W pixels, P patches of a picture, n patches kept, N tokens, D width.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
+from jaxtyping import Float
 from timm.layers import resample_abs_pos_embed
 from torch import Tensor, nn
 
@@ -56,14 +55,11 @@ class VitTower(nn.Module):
         self.norm = encoder_norm(section)
         self.pool = map_pool(section) if section.pool == "map" else None
 
-    def forward(self, pixels: Tensor) -> Tensor:
+    def forward(self, pixels: Float[Tensor, "B C H W"]) -> Float[Tensor, "B width"]:
         """Embed pictures.
 
         Args:
-            pixels: floating [B, 3, H, W], normalised.
-
-        Returns:
-            [B, width].
+            pixels: normalised pictures of 3 channels.
 
         Raises:
             ValueError: when the shape is another, or the patch does not divide H and W.

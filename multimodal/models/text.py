@@ -9,9 +9,8 @@ Two families that both come out of the settings:
 Legend: B batch, L tokens, D width.
 """
 
-from __future__ import annotations
-
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from multimodal import config
@@ -38,15 +37,14 @@ class TextTower(nn.Module):
         self.norm = encoder_norm(section)
         self.pool = map_pool(section) if section.pool == "map" else None
 
-    def forward(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+    def forward(
+        self, tokens: Int[Tensor, "B L"], lengths: Int[Tensor, "B"]
+    ) -> Float[Tensor, "B width"]:
         """Embed texts.
 
         Args:
-            tokens: int64 [B, L], padded on the right.
-            lengths: int64 [B], tokens of each text, in 1..L; the last of them ends the text.
-
-        Returns:
-            [B, width].
+            tokens: int64, padded on the right.
+            lengths: int64, tokens of each text, in 1..L; the last of them ends the text.
 
         Raises:
             ValueError: when the shapes do not fit, or (on the CPU, where looking costs nothing) a

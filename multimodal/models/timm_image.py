@@ -1,10 +1,9 @@
 """An image tower from timm, behind the same face as `image.VitTower`."""
 
-from __future__ import annotations
-
 import difflib
 
 import timm
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from multimodal import config
@@ -22,8 +21,8 @@ class TimmTower(nn.Module):
         self.model = _create(section)
         self.width: int = getattr(self.model, "head_hidden_size", None) or self.model.num_features
 
-    def forward(self, pixels: Tensor) -> Tensor:
-        """Floating pixels [B, 3, H, W] to [B, width]."""
+    def forward(self, pixels: Float[Tensor, "B C H W"]) -> Float[Tensor, "B width"]:
+        """Embed normalised pictures."""
         return self.model(pixels)
 
 

@@ -1,9 +1,7 @@
 """The two-tower model: images and texts to unit vectors of one space, and a temperature.
 
-Legend: B batch, E embed_dim, L tokens, H W pixels.
+Legend: B pictures, T texts, E embed_dim, L tokens, H W pixels.
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Sequence
@@ -11,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float, Int, UInt8
 from torch import Tensor, nn
 
 from multimodal import config
@@ -19,18 +18,20 @@ MAX_LOGIT_SCALE = 100.0
 """Largest factor on the similarities (arXiv 2103.00020, section 2.5)."""
 _NORM_EPS = 1e-6
 
+Images = UInt8[Tensor, "B 3 H W"] | Float[Tensor, "B 3 H W"]
+
 
 class Features(NamedTuple):
     """What a forward pass gives. An input that was left out has no features."""
 
-    image: Tensor | None
-    """float32 [B, E], unit length."""
-    text: Tensor | None
-    """float32 [B, E], unit length."""
-    logit_scale: Tensor
-    """float32 scalar: the factor itself, not its logarithm."""
-    logit_bias: Tensor | None
-    """float32 scalar."""
+    image: Float[Tensor, "B E"] | None
+    """float32, unit length."""
+    text: Float[Tensor, "T E"] | None
+    """float32, unit length."""
+    logit_scale: Float[Tensor, ""]
+    """float32: the factor itself, not its logarithm."""
+    logit_bias: Float[Tensor, ""] | None
+    """float32."""
 
 
 class Temperature(nn.Module):
@@ -51,7 +52,7 @@ class Temperature(nn.Module):
         bias = None if logit_bias is None else nn.Parameter(torch.tensor(float(logit_bias)))
         self.register_parameter("logit_bias", bias)
 
-    def forward(self) -> tuple[Tensor, Tensor | None]:
+    def forward(self) -> tuple[Float[Tensor, ""], Float[Tensor, ""] | None]:
         """The scale (exponentiated) and the bias."""
         return self.logit_scale.exp(), self.logit_bias
 
@@ -86,15 +87,18 @@ class TwoTower(nn.Module):
         self._mean = tuple(section.preprocess.mean)
         self._std = tuple(section.preprocess.std)
 
-    def encode_image(self, images: Tensor) -> Tensor:
+    def encode_image(self, images: Images) -> Float[Tensor, "B E"]:
         """Embed pictures.
 
         Args:
-            images: uint8 [B, 3, H, W], normalised here with the model's statistics; or floating,
-                taken as normalised already.
+            images: uint8, normalised here with the model's statistics; or floating, taken as
+                normalised already.
 
         Returns:
-            float32 [B, E], unit length.
+            float32, unit length.
+
+        Raises:
+            TypeError: when the images are neither.
         """
         if images.dtype == torch.uint8:
             images = normalise(images, self._mean, self._std)
@@ -105,15 +109,17 @@ class TwoTower(nn.Module):
             )
         return unit_length(self.image_projection(self.image(images)))
 
-    def encode_text(self, tokens: Tensor, lengths: Tensor) -> Tensor:
-        """Embed texts: int64 [B, L] with lengths int64 [B] to float32 [B, E] of unit length."""
+    def encode_text(
+        self, tokens: Int[Tensor, "T L"], lengths: Int[Tensor, "T"]
+    ) -> Float[Tensor, "T E"]:
+        """Embed texts: int64 tokens, padded on the right, to float32 vectors of unit length."""
         return unit_length(self.text_projection(self.text(tokens, lengths)))
 
     def forward(
         self,
-        images: Tensor | None = None,
-        tokens: Tensor | None = None,
-        lengths: Tensor | None = None,
+        images: Images | None = None,
+        tokens: Int[Tensor, "T L"] | None = None,
+        lengths: Int[Tensor, "T"] | None = None,
     ) -> Features:
         """Embed pictures, texts or both; see `encode_image` and `encode_text`.
 
@@ -131,25 +137,24 @@ class TwoTower(nn.Module):
         )
 
 
-def normalise(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
+def normalise(
+    images: UInt8[Tensor, "B 3 H W"], mean: Sequence[float], std: Sequence[float]
+) -> Float[Tensor, "B 3 H W"]:
     """Pixels to zero mean and unit deviation.
 
     The statistics stay Python numbers: as buffers they would lose digits when a model is cast to
     bfloat16, and they already live in the config.
 
     Args:
-        images: uint8 [B, 3, H, W].
+        images: red, green and blue.
         mean: of each channel, on a scale of 0 to 1.
         std: of each channel, on a scale of 0 to 1.
-
-    Returns:
-        float32 [B, 3, H, W].
     """
     channels = zip(images.float().unbind(1), mean, std, strict=True)
     return torch.stack([(x - 255 * m) / (255 * s) for x, m, s in channels], dim=1)
 
 
-def unit_length(features: Tensor) -> Tensor:
+def unit_length(features: Float[Tensor, "B E"]) -> Float[Tensor, "B E"]:
     """float32 rows of length 1; a zero row stays zero and its gradient finite."""
     return F.normalize(features.float(), dim=-1, eps=_NORM_EPS)
 

@@ -1,6 +1,8 @@
 """The two-tower model as a whole: inputs, unit vectors, temperature, initial weights."""
 
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -232,3 +234,29 @@ def test_parts_may_come_from_anywhere():
 
     model = TwoTower(Flat(), Flat(), section())
     assert model(torch.randn(2, 3, 4, 4), torch.ones(5, 12), torch.ones(5)).text.shape == (5, 7)
+
+
+SHAPES = """
+import jaxtyping
+with jaxtyping.install_import_hook("multimodal.models", "beartype.beartype"):
+    from multimodal.models.build import build_model
+import torch
+from multimodal.config import Model
+from multimodal.config_io import check, read_yaml
+
+model = build_model(check(read_yaml("configs/model/tiny.yaml")["model"], Model)).train()
+tokens, lengths = torch.randint(1024, (2, 7)), torch.tensor([7, 3])
+model(torch.zeros(3, 3, 32, 32, dtype=torch.uint8), tokens, lengths)
+try:
+    model(tokens=tokens, lengths=lengths[:1])
+except jaxtyping.TypeCheckError:
+    pass
+else:
+    raise AssertionError("one length for two texts was taken")
+"""
+
+
+@pytest.mark.slow
+def test_models_keep_the_shapes_of_their_signatures():
+    done = subprocess.run([sys.executable, "-c", SHAPES], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
