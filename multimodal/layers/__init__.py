@@ -1,0 +1,1 @@
+"""Layers: torch only, plain keyword arguments, no config, no model names."""
