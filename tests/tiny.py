@@ -71,4 +71,5 @@ def write_pictures(
 def damage(folder: Path, number: int) -> None:
     """Cut a picture of `write_pictures` short."""
     path = folder / f"{number:03d}.png"
-    path.write_bytes(path.read_bytes()[:40])
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 2])
