@@ -292,7 +292,7 @@ class Model(Section):
     """Map from the image tower to the embedding; `none` needs a tower as wide as the embedding."""
     text_projection: Literal["linear", "linear_bias", "none"] = "linear"
     """Map from the text tower to the embedding."""
-    logit_scale: PositiveFloat = 1 / 0.07
+    logit_scale: Annotated[float, Field(ge=1, le=100)] = 1 / 0.07
     """Initial factor on the cosine similarities (inverse temperature); learned, at most 100."""
     logit_bias: float | None = None
     """Initial learned offset of the logits; needed by the sigmoid loss (SigLIP: -10)."""

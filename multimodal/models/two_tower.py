@@ -43,11 +43,6 @@ class Temperature(nn.Module):
 
     def __init__(self, logit_scale: float, logit_bias: float | None):
         super().__init__()
-        if not 1 <= logit_scale <= MAX_LOGIT_SCALE:
-            raise ValueError(
-                f"model.logit_scale={logit_scale} is outside [1, {MAX_LOGIT_SCALE:g}], "
-                "the range it is kept in; CLIP starts at 1/0.07, SigLIP at 10"
-            )
         self.logit_scale = nn.Parameter(torch.tensor(math.log(logit_scale)))
         bias = None if logit_bias is None else nn.Parameter(torch.tensor(float(logit_bias)))
         self.register_parameter("logit_bias", bias)

@@ -111,8 +111,18 @@ def test_activations_and_norms_are_those_of_the_section(activation, norm):
     assert {"quick_gelu": "QuickGELU", "swiglu": "SwiGlu"}.get(activation, "GELU") in kinds
 
 
-def test_the_real_size_runs():
-    """The largest shapes once, forward only, for what small ones might hide."""
-    model = build_model(read("tiny")).eval()
-    features = model(torch.randn(1, 3, 32, 32), torch.randint(1024, (1, 32)), torch.tensor([32]))
-    assert features.image.shape == (1, 64)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tiny", "clip-b-32"])
+def test_preset_compiles_as_one_graph(name):
+    """The graph is captured but not compiled further, which would take a minute."""
+    section = reduced(read(name))
+    image = section.image.model_copy(update={"patch_dropout": 0.5})
+    model = build_model(section.model_copy(update={"image": image})).train()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    pixels = torch.randint(256, (2, 3, *[image.image_size] * 2), dtype=torch.uint8)
+    inputs = pixels, torch.randint(97, (2, 7)), torch.tensor([7, 3])
+    torch.manual_seed(1)
+    plain = model(*inputs)
+    torch.manual_seed(1)
+    assert torch.equal(compiled(*inputs).image, plain.image)
+    assert torch.equal(compiled(*inputs).text, plain.text)
