@@ -1,0 +1,97 @@
+"""What a loader hands over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from multimodal.data.source import Scalar
+
+
+@dataclass(frozen=True)
+class Skip:
+    """A sample that could not be used.
+
+    Attributes:
+        key: Its name, where it could be read.
+        place: Shard, table or folder that holds it.
+        reason: Short text to count by.
+        detail: The particulars.
+        index: Its number in the source.
+        position: Its global position in the training order; -1 outside training.
+    """
+
+    key: str
+    place: str
+    reason: str
+    detail: str
+    index: int
+    position: int = -1
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One process's part of one training step.
+
+    Attributes:
+        images: uint8 [B, 3, S, S], contiguous, not normalised.
+        tokens: int64 [B, L].
+        lengths: int64 [B], tokens of each text with its start and end.
+        keys: Sample names.
+        positions: int64 [B], global positions in the training order.
+        captions: The texts that `tokens` encode.
+        skipped: Samples of these positions that others took the place of.
+    """
+
+    images: Tensor
+    tokens: Tensor
+    lengths: Tensor
+    keys: list[str]
+    positions: Tensor
+    captions: list[str]
+    skipped: list[Skip] = field(default_factory=list)
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The same batch with its tensors on a device; copies from pinned memory do not wait."""
+        return _map_tensors(self, lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pin_memory(self) -> Batch:
+        """Called by the DataLoader."""
+        return _map_tensors(self, torch.Tensor.pin_memory)
+
+
+@dataclass(frozen=True)
+class EvalBatch:
+    """Some samples, each with all its captions.
+
+    Attributes:
+        images: uint8 [B, 3, S, S], contiguous, not normalised.
+        keys: Sample names.
+        captions: All captions of each sample; may be none.
+        metas: Metadata of each sample.
+        indices: Number of each sample in the source.
+        skipped: Samples that could not be used; they have no row here.
+    """
+
+    images: Tensor
+    keys: list[str]
+    captions: list[tuple[str, ...]]
+    metas: list[dict[str, Scalar]]
+    indices: list[int]
+    skipped: list[Skip] = field(default_factory=list)
+
+    def to(self, device: torch.device | str) -> EvalBatch:
+        """As `Batch.to`."""
+        return _map_tensors(self, lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pin_memory(self) -> EvalBatch:
+        """Called by the DataLoader."""
+        return _map_tensors(self, torch.Tensor.pin_memory)
+
+
+def _map_tensors(batch, change: Callable[[Tensor], Tensor]):
+    tensors = {k: change(v) for k, v in vars(batch).items() if isinstance(v, Tensor)}
+    return replace(batch, **tensors)

@@ -1,0 +1,46 @@
+"""From settings, or just a path, to a data source."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from multimodal import config
+from multimodal.data.folder import FolderSource
+from multimodal.data.shards import ShardSource
+from multimodal.data.source import Source
+from multimodal.data.tables import ENDINGS, TableSource
+
+
+def open_source(section: config.Source) -> Source:
+    """Open the source that a config section describes.
+
+    Raises:
+        ValueError: when there is nothing usable at its path.
+    """
+    match section:
+        case config.ShardsSource():
+            return ShardSource(section.path)
+        case config.TableSource():
+            return TableSource(section.path, section.image_column, section.caption_column)
+        case config.FolderSource():
+            return FolderSource(section.path)
+
+
+def source_from_path(path: str) -> Source:
+    """Open whatever data a path leads to; a table needs the columns `image` and `caption`.
+
+    Raises:
+        ValueError: when it is none of the accepted kinds.
+    """
+    place = Path(path)
+    if place.is_dir():
+        has_shards = any(place.glob("*.tar"))
+        return ShardSource(path) if has_shards else FolderSource(path)
+    if place.suffix.lower() in ENDINGS:
+        return TableSource(path)
+    if place.suffix.lower() == ".tar" or path.startswith("pipe:") or "://" in path:
+        return ShardSource(path)
+    raise ValueError(
+        f"{path!r} is no data source; give a folder with .tar shards, a .tar file or pattern such "
+        f"as 'data/{{00000..00099}}.tar', a table ({', '.join(ENDINGS)}), or a folder of pictures"
+    )

@@ -1,0 +1,115 @@
+"""A folder of pictures, with captions beside them or one sub-folder for each class."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections import Counter
+from pathlib import Path
+
+from multimodal.data.source import (
+    IMAGE_EXTENSIONS,
+    NO_CAPTION,
+    BadSample,
+    Sample,
+    even_groups,
+    parse_sidecars,
+    read_file,
+    report_problems,
+    split_name,
+)
+
+
+class FolderSource:
+    """Pictures of a folder and its sub-folders, sorted by path; the key is the relative path.
+
+    If any picture has a .txt or .json of the same name, captions come from these, and a picture
+    without one is left out. Otherwise a picture in a sub-folder has the first sub-folder's name as
+    its caption and its class. Otherwise pictures have no caption, which is enough to embed them.
+    Hidden files and folders are not read.
+
+    Args:
+        path: The folder.
+
+    Raises:
+        ValueError: when there is no such folder, or no picture in it.
+    """
+
+    def __init__(self, path: str):
+        self._root = Path(path)
+        self.description = f"folder {path}"
+        if not self._root.is_dir():
+            raise ValueError(f"{path}: there is no such folder")
+        problems: Counter[str] = Counter()
+        images, sidecars = _listing(self._root)
+        self._sidecars = {key for key, _ in images if key in sidecars}
+        if self._sidecars:
+            problems[NO_CAPTION] = sum(key not in sidecars for key, _ in images)
+            problems["no image"] = len(sidecars - self._sidecars)
+            images = [(key, name) for key, name in images if key in sidecars]
+        self._names = [name for _, name in images]
+        self.problems = {reason: count for reason, count in problems.items() if count}
+        report_problems(self.description, self.problems)
+        if not self._names:
+            raise ValueError(
+                f"{path}: no picture in this folder or below it; looked for "
+                f"{', '.join(IMAGE_EXTENSIONS)} in any case"
+            )
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def groups(self) -> list[int]:
+        return even_groups(len(self))
+
+    def read(self, index: int) -> Sample:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        name = self._names[index]
+        image = read_file(self._root / name, name)
+        stem = split_name(name)[0]
+        if stem in self._sidecars:
+            text, record = self._beside(stem, ".txt"), self._beside(stem, ".json")
+            captions, meta = parse_sidecars(name, text=text, record=record, label=None)
+            return Sample(name, image, captions, meta)
+        folder, slash, _ = name.partition("/")
+        if slash:
+            return Sample(name, image, (folder,), {"cls": folder})
+        return Sample(name, image, (), {})
+
+    def place(self, index: int) -> str:
+        return str(Path(self._names[index]).parent)
+
+    def fingerprint(self) -> str:
+        digest = hashlib.sha256()
+        for name in self._names:
+            size = (self._root / name).stat().st_size
+            digest.update(f"{name}\t{size}\n".encode("utf-8", "surrogateescape"))
+        return digest.hexdigest()
+
+    def _beside(self, stem: str, ending: str) -> bytes | None:
+        try:
+            return read_file(self._root / (stem + ending), stem)
+        except BadSample as error:
+            if error.reason == "missing file":
+                return None
+            raise
+
+
+def _listing(root: Path) -> tuple[list[tuple[str, str]], set[str]]:
+    """Pictures as (relative path without ending, relative path), and paths of sidecars."""
+    images, sidecars = [], set()
+    for folder, folders, files in os.walk(root):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        inside = Path(folder).relative_to(root).as_posix()
+        prefix = "" if inside == "." else f"{inside}/"
+        for file in files:
+            name = prefix + file
+            key, extension = split_name(name)
+            if file.startswith("."):
+                continue
+            if extension in IMAGE_EXTENSIONS:
+                images.append((key, name))
+            elif file.endswith((".txt", ".json")):
+                sidecars.add(key)
+    return sorted(images, key=lambda pair: pair[1]), sidecars

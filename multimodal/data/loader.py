@@ -1,0 +1,235 @@
+"""Batches, made by worker processes, in an order that nothing but the settings decides.
+
+A step t takes the global positions [t * B, (t + 1) * B) and rank r the r-th equal part of them. One
+item of the DataLoader is one step's part, built whole by one worker, so neither the number of
+workers nor that of ranks touches the order, and resuming is starting at another step.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from multimodal import config
+from multimodal.data.batch import Batch, EvalBatch, Skip
+from multimodal.data.images import ImageTransform
+from multimodal.data.order import Order, seed_for
+from multimodal.data.source import NO_CAPTION, BadSample, Sample, Source
+from multimodal.data.text import Tokenizer
+
+_BAD_IN_A_ROW = 100
+"""Candidates for one place in a batch, after which the data count as unusable."""
+_STALLED_SECONDS = 600
+"""A worker that gives no batch for so long counts as stuck."""
+
+
+def step_positions(step: int, *, batch_size: int, rank: int, world_size: int) -> range:
+    """Global positions that a rank takes in a step.
+
+    Raises:
+        ValueError: when the ranks cannot share the batch equally.
+    """
+    if batch_size % world_size:
+        allowed = [n for n in range(1, batch_size + 1) if batch_size % n == 0]
+        raise ValueError(
+            f"a batch of {batch_size} cannot be shared equally by {world_size} processes; with "
+            f"this batch_size the number of processes can be {', '.join(map(str, allowed))}"
+        )
+    part = batch_size // world_size
+    start = step * batch_size + rank * part
+    return range(start, start + part)
+
+
+def train_loader(
+    source: Source,
+    *,
+    data: config.Data,
+    transform: ImageTransform,
+    tokenizer: Tokenizer,
+    batch_size: int,
+    start_step: int,
+    end_step: int,
+    rank: int,
+    world_size: int,
+    seed: int,
+) -> DataLoader[Batch]:
+    """Loader of this rank's `Batch` for each step in [start_step, end_step), in order.
+
+    An unusable sample is replaced by the one that stands the same number of whole batches later in
+    the order, so that a batch never holds a sample twice, and is reported in `Batch.skipped`.
+
+    Args:
+        batch_size: Pairs in a step over all ranks.
+
+    Raises:
+        ValueError: when the ranks cannot share the batch equally.
+    """
+    step_positions(0, batch_size=batch_size, rank=rank, world_size=world_size)
+    steps = _TrainSteps(source, data, transform, tokenizer, batch_size, rank, world_size, seed)
+    return _loader(steps, range(start_step, end_step), data.workers)
+
+
+def eval_loader(
+    source: Source,
+    *,
+    indices: Sequence[int],
+    transform: ImageTransform,
+    batch_size: int,
+    workers: int,
+) -> DataLoader[EvalBatch]:
+    """Loader of `EvalBatch` over the given samples, in order; unusable ones are left out."""
+    batches = _EvalBatches(source, indices, transform, batch_size)
+    return _loader(batches, range(len(batches)), workers)
+
+
+def _loader(dataset: Dataset, items: range, workers: int) -> DataLoader:
+    return DataLoader(
+        dataset,
+        batch_size=None,
+        sampler=items,
+        num_workers=workers,
+        pin_memory=torch.cuda.is_available(),
+        timeout=_STALLED_SECONDS if workers else 0,
+        worker_init_fn=_start_worker,
+        # Fork starts at once and shares the source. It is safe here: workers run one thread, and
+        # neither touch CUDA nor take part in collectives.
+        multiprocessing_context="fork" if workers and sys.platform == "linux" else None,
+        # Its own generator, else the loader would draw its (unused) seed from the global state.
+        generator=torch.Generator(),
+    )
+
+
+def _start_worker(worker: int) -> None:
+    torch.set_num_threads(1)
+
+
+class _TrainSteps(Dataset):
+    """Map from a step's number to this rank's batch."""
+
+    def __init__(
+        self,
+        source: Source,
+        data: config.Data,
+        transform: ImageTransform,
+        tokenizer: Tokenizer,
+        batch_size: int,
+        rank: int,
+        world_size: int,
+        seed: int,
+    ):
+        self._source = source
+        self._data = data
+        self._transform = transform
+        self._tokenizer = tokenizer
+        self._batch_size = batch_size
+        self._rank = rank
+        self._world_size = world_size
+        self._seed = seed
+        self._order = Order(source.groups(), seed=seed, window=data.shuffle_window)
+
+    def __getitem__(self, step: int) -> Batch:
+        positions = step_positions(
+            step, batch_size=self._batch_size, rank=self._rank, world_size=self._world_size
+        )
+        size = self._transform.size
+        images = torch.empty(len(positions), 3, size, size, dtype=torch.uint8)
+        keys, captions, skipped = [], [], []
+        for row, position in enumerate(positions):
+            sample, pixels, caption = self._usable(position, skipped)
+            images[row] = pixels
+            keys.append(sample.key)
+            captions.append(caption)
+        texts = self._tokenizer.encode(captions)
+        return Batch(
+            images, texts.tokens, texts.lengths, keys, torch.tensor(positions), captions, skipped
+        )
+
+    def _usable(self, position: int, skipped: list[Skip]) -> tuple[Sample, Tensor, str]:
+        """The sample at a position, or the nearest usable one whole batches later.
+
+        Only the position's own failure is reported: each later one is met in its own batch.
+        """
+        epoch, _ = self._order.locate(position)
+        failures = []
+        for batches_later in range(_BAD_IN_A_ROW):
+            _, index = self._order.locate(position + batches_later * self._batch_size)
+            try:
+                return self._prepared(index, epoch, position)
+            except BadSample as error:
+                failures.append(_skip(self._source, index, error, position))
+                skipped += failures if len(failures) == 1 else []
+        raise ValueError(
+            f"{self._source.description}: {_BAD_IN_A_ROW} samples in a row cannot be used, from "
+            f"position {position} on; the first: {failures[0]}; the last: {failures[-1]}"
+        )
+
+    def _prepared(self, index: int, epoch: int, position: int) -> tuple[Sample, Tensor, str]:
+        sample = self._source.read(index)
+        caption = self._text(sample, epoch, position)
+        seed = seed_for(self._seed, epoch, position, "image")
+        return sample, _pixels(sample, self._transform, seed), caption
+
+    def _text(self, sample: Sample, epoch: int, position: int) -> str:
+        """One caption in one template, chosen by the seed of the position."""
+        captions, templates = sample.captions, self._data.templates
+        if not captions:
+            raise BadSample(NO_CAPTION, sample.key)
+        chosen = 0
+        if self._data.caption == "random":
+            chosen = seed_for(self._seed, epoch, position, "caption") % len(captions)
+        template = templates[seed_for(self._seed, epoch, position, "template") % len(templates)]
+        return template.replace("{}", captions[chosen])
+
+
+class _EvalBatches(Dataset):
+    """Map from a batch's number to its samples."""
+
+    def __init__(
+        self, source: Source, indices: Sequence[int], transform: ImageTransform, batch_size: int
+    ):
+        self._source = source
+        self._indices = indices
+        self._transform = transform
+        self._batch_size = batch_size
+
+    def __len__(self) -> int:
+        return -(-len(self._indices) // self._batch_size)
+
+    def __getitem__(self, number: int) -> EvalBatch:
+        start = number * self._batch_size
+        size = self._transform.size
+        samples, pixels, indices, skipped = [], [], [], []
+        for index in self._indices[start : start + self._batch_size]:
+            try:
+                sample = self._source.read(index)
+                pixels.append(_pixels(sample, self._transform))
+            except BadSample as error:
+                skipped.append(_skip(self._source, index, error))
+                continue
+            samples.append(sample)
+            indices.append(int(index))
+        images = torch.stack(pixels) if pixels else torch.empty(0, 3, size, size, dtype=torch.uint8)
+        return EvalBatch(
+            images=images.contiguous(),
+            keys=[sample.key for sample in samples],
+            captions=[sample.captions for sample in samples],
+            metas=[sample.meta for sample in samples],
+            indices=indices,
+            skipped=skipped,
+        )
+
+
+def _pixels(sample: Sample, transform: ImageTransform, seed: int | None = None) -> Tensor:
+    try:
+        return transform(sample.image or b"", seed)
+    except BadSample as error:
+        raise BadSample(error.reason, sample.key, error.detail) from error
+
+
+def _skip(source: Source, index: int, error: BadSample, position: int = -1) -> Skip:
+    place = source.place(index)
+    return Skip(error.key, place, error.reason, error.detail, int(index), position)

@@ -1,0 +1,131 @@
+"""Which sample stands at a position of the endless training sequence.
+
+The sequence is a pure function of (groups, seed, window): ranks, processes and steps only choose
+which positions they read, so any of them can continue where any other stopped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from bisect import bisect_right
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import numpy as np
+
+_KEPT_WINDOWS = 4
+_KEPT_EPOCHS = 2
+
+
+def seed_for(seed: int, epoch: int, position: int, stream: str) -> int:
+    """A 63-bit number for one random choice about one sample; the same on every machine."""
+    return _hash(f"{seed}/{epoch}/{position}/{stream}", 8) >> 1
+
+
+def _hash(text: str, size: int) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=size).digest(), "little")
+
+
+def _permutation(count: int, name: str) -> np.ndarray:
+    """Seeded permutation of `range(count)`, int64.
+
+    It sorts the raw output of Philox, which NumPy promises never to change; of
+    `Generator.permutation` it does not (NEP 19), and an old run must stay resumable.
+    """
+    raw = np.random.Philox(key=_hash(name, 16)).random_raw(count)
+    return np.argsort(raw, kind="stable")
+
+
+@dataclass(frozen=True)
+class _Epoch:
+    """The pieces in shuffled order and the windows they make.
+
+    Attributes:
+        pieces: Numbers of the pieces, in order.
+        first_piece: Place in `pieces` where each window starts, and the end.
+        first_sample: Number within the epoch of each window's first sample, and the end.
+    """
+
+    pieces: np.ndarray
+    first_piece: list[int]
+    first_sample: list[int]
+
+
+class Order:
+    """A global shuffle with local reads.
+
+    In each epoch the groups (shards) are permuted; consecutive ones form windows of at least
+    `window` samples, and the samples of each window are permuted. A group larger than the window
+    is first cut into pieces. Every sample comes once in each epoch. Memory is O(window).
+
+    Args:
+        groups: Sizes of the groups; sample numbers run through them in order.
+        seed: Seed of the run.
+        window: Samples shuffled together.
+
+    Raises:
+        ValueError: when there is no sample.
+    """
+
+    def __init__(self, groups: list[int], *, seed: int, window: int):
+        self._seed = seed
+        self._window = window
+        self._count = sum(groups)
+        if self._count < 1:
+            raise ValueError("the source has no samples; there is nothing to put in order")
+        starts, sizes = [], []
+        start = 0
+        for group in groups:
+            for offset in range(0, group, window):
+                starts.append(start + offset)
+                sizes.append(min(window, group - offset))
+            start += group
+        self._starts = np.array(starts, np.int64)
+        self._sizes = np.array(sizes, np.int64)
+        self._epochs: OrderedDict[int, _Epoch] = OrderedDict()
+        self._windows: OrderedDict[tuple[int, int], np.ndarray] = OrderedDict()
+
+    def __len__(self) -> int:
+        """Samples in an epoch."""
+        return self._count
+
+    def locate(self, position: int) -> tuple[int, int]:
+        """Epoch and sample number at a global position (0, 1, 2, ... without end)."""
+        epoch, place = divmod(position, self._count)
+        plan = _remembered(self._epochs, epoch, _KEPT_EPOCHS, lambda: self._plan(epoch))
+        window = bisect_right(plan.first_sample, place) - 1
+        samples = _remembered(
+            self._windows, (epoch, window), _KEPT_WINDOWS, lambda: self._shuffled(epoch, window)
+        )
+        return epoch, int(samples[place - plan.first_sample[window]])
+
+    def _plan(self, epoch: int) -> _Epoch:
+        pieces = _permutation(len(self._starts), f"{self._seed}/{epoch}/groups")
+        first_piece, first_sample = [0], [0]
+        total = 0
+        for place, size in enumerate(self._sizes[pieces].tolist(), start=1):
+            total += size
+            if total - first_sample[-1] >= self._window or place == len(pieces):
+                first_piece.append(place)
+                first_sample.append(total)
+        return _Epoch(pieces, first_piece, first_sample)
+
+    def _shuffled(self, epoch: int, window: int) -> np.ndarray:
+        """Sample numbers of one window in shuffled order, int64."""
+        plan = self._epochs[epoch]
+        pieces = plan.pieces[plan.first_piece[window] : plan.first_piece[window + 1]]
+        starts, sizes = self._starts[pieces].tolist(), self._sizes[pieces].tolist()
+        runs = [np.arange(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+        samples = np.concatenate(runs)
+        return samples[_permutation(len(samples), f"{self._seed}/{epoch}/{window}")]
+
+
+def _remembered(cache: OrderedDict, key, limit: int, make):
+    """The cached value of `key`, made if missing; the oldest unused ones are dropped."""
+    if key in cache:
+        cache.move_to_end(key)
+        return cache[key]
+    value = cache[key] = make()
+    if len(cache) > limit:
+        cache.popitem(last=False)
+    return value

@@ -1,0 +1,172 @@
+"""Tar shards in the WebDataset layout, read by random access.
+
+A sample is `KEY.jpg|jpeg|png|webp|gif|bmp|tif|tiff` with at least one of `KEY.txt`, `KEY.json` and
+`KEY.cls`, wherever in the shard they stand. KEY is the name up to the last dot, so `cat no. 2.jpg`
+belongs to `cat no. 2`. How captions are taken from the files is said at `source.parse_sidecars`.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import os
+from bisect import bisect_right
+from collections import Counter, OrderedDict
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from braceexpand import braceexpand
+
+from multimodal.data.source import BadSample, Sample, parse_sidecars, report_problems
+from multimodal.data.tar_index import IMAGE, LABEL, RECORD, TEXT, load_index
+
+_OPEN_SHARDS = 256
+"""Shards kept open per process; far under the usual limit of 1024 open files."""
+
+
+def find_shards(path: str) -> list[Path]:
+    """The files that a folder, a .tar file, a brace pattern or a glob pattern stands for.
+
+    Files named by a brace pattern are returned whether they exist or not.
+
+    Raises:
+        ValueError: for a pipe, a URL, or a path that leads to no shard.
+    """
+    if path.startswith("pipe:") or "://" in path:
+        raise ValueError(
+            f"{path!r} is a pipe or a URL; only local files are read: fetch the shards first"
+        )
+    if os.path.isdir(path):
+        found = sorted(Path(path).glob("*.tar"))
+    elif os.path.exists(path):
+        found = [Path(path)]
+    else:
+        found = _expand(path)
+    if not found:
+        raise ValueError(
+            f"{path!r} leads to no shard; give a folder with .tar files, one .tar file, or a "
+            "pattern such as 'data/{00000..00099}.tar' or 'data/*.tar'"
+        )
+    return found
+
+
+def _expand(pattern: str) -> list[Path]:
+    try:
+        names = list(braceexpand(pattern))
+    except ValueError:
+        raise ValueError(f"{pattern!r}: braces do not match") from None
+    found = []
+    for name in names:
+        if glob.has_magic(name):
+            found += sorted(glob.glob(name))
+        elif name != pattern:
+            found.append(name)
+    return [Path(name) for name in dict.fromkeys(found)]
+
+
+class ShardSource:
+    """Samples of tar shards, in the order of the shards and of the pictures in them.
+
+    Args:
+        path: As for `find_shards`.
+
+    Raises:
+        ValueError: when there is no shard, or no usable sample in any.
+    """
+
+    def __init__(self, path: str):
+        self.description = f"shards {path}"
+        problems: Counter[str] = Counter()
+        self._shards: list[Path] = []
+        self._counts: list[int] = []
+        self._sizes: list[int] = []
+        for shard in find_shards(path):
+            try:
+                index = load_index(shard)
+            except FileNotFoundError:
+                problems["missing shard"] += 1
+                continue
+            problems.update(index.problems)
+            self._shards.append(shard.absolute())
+            self._counts.append(len(index))
+            self._sizes.append(os.path.getsize(shard))
+        self._ends = list(accumulate(self._counts))
+        self.problems = dict(problems)
+        report_problems(self.description, problems)
+        if not len(self):
+            raise ValueError(
+                f"{path!r} has no usable sample in {len(self._shards)} shards: "
+                f"{self.problems or 'they are empty'}; a sample is KEY.jpg (or {_OTHERS}) with "
+                "KEY.txt, KEY.json or KEY.cls"
+            )
+        self._open: OrderedDict[int, _OpenShard] = OrderedDict()
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_open": OrderedDict()}
+
+    def groups(self) -> list[int]:
+        return list(self._counts)
+
+    def read(self, index: int) -> Sample:
+        number, local = self._locate(index)
+        shard = self._opened(number)
+        key = shard.index.key(local)
+        captions, meta = parse_sidecars(
+            key,
+            text=shard.part(local, TEXT, key),
+            record=shard.part(local, RECORD, key),
+            label=shard.part(local, LABEL, key),
+        )
+        return Sample(key, shard.part(local, IMAGE, key), captions, meta)
+
+    def place(self, index: int) -> str:
+        return self._shards[self._locate(index)[0]].name
+
+    def fingerprint(self) -> str:
+        shards = zip(self._shards, self._sizes, self._counts, strict=True)
+        lines = [f"{shard.name}\t{size}\t{count}\n" for shard, size, count in shards]
+        return hashlib.sha256("".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
+
+    def _locate(self, index: int) -> tuple[int, int]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        number = bisect_right(self._ends, index)
+        return number, index - (self._ends[number] - self._counts[number])
+
+    def _opened(self, number: int) -> _OpenShard:
+        shard = self._open.get(number)
+        if shard is None:
+            shard = self._open[number] = _OpenShard(self._shards[number])
+            if len(self._open) > _OPEN_SHARDS:
+                self._open.popitem(last=False)
+        else:
+            self._open.move_to_end(number)
+        return shard
+
+
+_OTHERS = "jpeg, png, webp, gif, bmp, tif, tiff in any case"
+
+
+class _OpenShard:
+    """A shard's index and descriptor. `pread` keeps no position, so forked processes may share."""
+
+    def __init__(self, path: Path):
+        self.index = load_index(path)
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def __del__(self):
+        if hasattr(self, "_descriptor"):
+            os.close(self._descriptor)
+
+    def part(self, local: int, kind: int, key: str) -> bytes | None:
+        offset, size = self.index.spans[local, kind].tolist()
+        if size < 0:
+            return None
+        data = os.pread(self._descriptor, size, offset)
+        if len(data) != size:
+            raise BadSample("shard changed while in use", key)
+        return data

@@ -1,0 +1,45 @@
+"""Small pictures and archives for the tests of this folder."""
+
+import io
+import tarfile
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+
+def photo(width: int = 53, height: int = 41, seed: int = 0) -> Image.Image:
+    """Smooth colours with some grain, as a photograph has."""
+    rng = np.random.default_rng(seed)
+    coarse = Image.fromarray(rng.integers(0, 256, (5, 7, 3), dtype=np.uint8))
+    smooth = np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC), np.float32)
+    grain = rng.normal(0, 4, smooth.shape)
+    return Image.fromarray((smooth + grain).clip(0, 255).astype(np.uint8))
+
+
+def encode(image: Image.Image, kind: str = "JPEG", **options) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def jpeg(seed: int = 0, width: int = 53, height: int = 41) -> bytes:
+    return encode(photo(width, height, seed), quality=90)
+
+
+def write_tar(path: Path, members: list[tuple[str, bytes]], **options) -> Path:
+    """Write a tar with these members, in this order; names may repeat."""
+    with tarfile.open(path, "w", **options) as tar:
+        for name, content in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    return path
+
+
+def pairs(names: list[str]) -> list[tuple[str, bytes]]:
+    """Members for samples whose picture and text can be told from their key."""
+    made = []
+    for name in names:
+        made += [(f"{name}.jpg", b"picture of " + name.encode()), (f"{name}.txt", name.encode())]
+    return made

@@ -1,0 +1,380 @@
+import io
+import json
+import os
+import pickle
+import tarfile
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from made_data import pairs, write_tar
+
+from multimodal.data import shards, tar_index
+from multimodal.data.shards import ShardSource, find_shards
+from multimodal.data.source import IMAGE_EXTENSIONS, BadSample
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def keys(source: ShardSource) -> list[str]:
+    return [source.read(i).key for i in range(len(source))]
+
+
+def problems(tmp_path, members) -> dict[str, int]:
+    """Problems of a shard with these members beside one good sample, which must survive."""
+    shard = write_tar(tmp_path / "p.tar", [*members, *pairs(["good"])])
+    source = ShardSource(str(shard))
+    assert keys(source) == ["good"]
+    return source.problems
+
+
+# --- reading -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_members_are_found_where_tarfile_finds_them(tmp_path, kind):
+    names = ["plain", "folder/in side", "cat no. 2", "v1.2/a.b.c", "folder/" * 12 + "long" * 20]
+    if kind != tarfile.USTAR_FORMAT:
+        names += ["x" * 300, "katze-\u00e4\U0001f431"]
+    shard = write_tar(tmp_path / "a.tar", pairs(names), format=kind)
+    source = ShardSource(str(shard))
+    assert keys(source) == names
+    for i, name in enumerate(names):
+        sample = source.read(i)
+        assert sample.image == b"picture of " + name.encode()
+        assert sample.captions == (name,)
+    assert source.problems == {}
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.permutations(pairs(["a", "b", "c.d"])))
+def test_parts_are_joined_by_key_wherever_they_stand(tmp_path_factory, members):
+    folder = tmp_path_factory.mktemp("shard")
+    source = ShardSource(str(write_tar(folder / "a.tar", members)))
+    samples = [source.read(i) for i in range(3)]
+    assert sorted(sample.key for sample in samples) == ["a", "b", "c.d"]
+    for sample in samples:
+        assert sample.captions == (sample.key,)
+        assert sample.image == b"picture of " + sample.key.encode()
+
+
+@pytest.mark.parametrize("ending", [*IMAGE_EXTENSIONS, "JPG", "Png", "TIFF"])
+def test_picture_endings(tmp_path, ending):
+    shard = write_tar(tmp_path / "a.tar", [(f"k.{ending}", b"i"), ("k.txt", b"t")])
+    assert keys(ShardSource(str(shard))) == ["k"]
+
+
+@pytest.mark.parametrize(
+    ("files", "captions", "meta"),
+    [
+        ({"txt": b" two\nlines \n"}, ("two\nlines",), {}),
+        ({"txt": b"\xef\xbb\xbfbom"}, ("bom",), {}),
+        ({"txt": b"None"}, ("None",), {}),
+        ({"txt": b"  "}, (), {}),
+        ({"json": b'{"caption": " c ", "w": 3}'}, ("c",), {"w": 3}),
+        ({"json": b'{"caption": "no", "ok": true}', "txt": b"yes"}, ("yes",), {"ok": True}),
+        ({"json": b'{"captions": ["a", "", "b"]}', "txt": b"a"}, ("a", "b"), {}),
+        ({"json": b'{"x": [1], "y": null, "z": {}}', "cls": b"12"}, (), {"y": None, "cls": 12}),
+        ({"cls": b"tabby cat\n"}, (), {"cls": "tabby cat"}),
+        ({"cls": b"-1"}, (), {"cls": -1}),
+    ],
+)
+def test_captions_and_metadata(tmp_path, files, captions, meta):
+    members = [("k.jpg", b"i"), *((f"k.{ending}", data) for ending, data in files.items())]
+    sample = ShardSource(str(write_tar(tmp_path / "a.tar", members))).read(0)
+    assert sample.captions == captions
+    assert sample.meta == meta
+
+
+@pytest.mark.parametrize(
+    ("ending", "data", "reason"),
+    [
+        ("txt", b"\xff\xfe", "text is not UTF-8"),
+        ("json", b"{", "damaged JSON"),
+        ("json", b"[1]", "damaged JSON"),
+        ("json", b"[" * 100_000, "damaged JSON"),
+    ],
+)
+def test_unreadable_text_spoils_its_own_sample_only(tmp_path, ending, data, reason):
+    members = [("k.jpg", b"i"), (f"k.{ending}", data), *pairs(["good"])]
+    source = ShardSource(str(write_tar(tmp_path / "a.tar", members)))
+    with pytest.raises(BadSample) as caught:
+        source.read(0)
+    assert (caught.value.reason, caught.value.key) == (reason, "k")
+    assert source.read(1).key == "good"
+
+
+# --- what must not be read -----------------------------------------------------------------------
+
+
+def test_a_cut_shard_never_pairs_a_picture_with_another_text(tmp_path):
+    names = ["a", "b/c", "d.e", "n" * 120]
+    whole = write_tar(tmp_path / "whole.tar", pairs(names)).read_bytes()
+    complete = []
+    for size in range(0, len(whole), 256):
+        shard = tmp_path / f"{size}.tar"
+        shard.write_bytes(whole[:size])
+        try:
+            source = ShardSource(str(shard))
+        except ValueError as error:
+            assert "truncated shard" in str(error) or "empty shard" in str(error)
+            continue
+        samples = [source.read(i) for i in range(len(source))]
+        assert all(s.image == b"picture of " + s.captions[0].encode() for s in samples)
+        assert [s.key for s in samples] == names[: len(samples)]
+        if not source.problems:
+            complete.append(size)
+            assert len(samples) == len(names)
+    # The end marker alone makes a shard complete: 10 members of a name, header and data blocks.
+    assert complete
+    assert min(complete) > len(b"".join(d for _, d in pairs(names)))
+
+
+def test_a_flipped_header_bit_ends_the_shard(tmp_path):
+    shard = write_tar(tmp_path / "a.tar", pairs(["a", "b"]))
+    data = bytearray(shard.read_bytes())
+    data[4 * 512] ^= 1
+    shard.write_bytes(data)
+    source = ShardSource(str(shard))
+    assert keys(source) == ["a"]
+    assert source.problems == {"damaged shard": 1}
+
+
+@pytest.mark.parametrize(
+    ("members", "expected"),
+    [
+        ([("a.jpg", b"i")], {"no caption": 1}),
+        ([("a.txt", b"t")], {"no image": 1}),
+        ([("a.jpg", b"1"), ("a.jpg", b"2"), ("a.txt", b"t")], {"duplicate key": 1}),
+        ([("a.jpg", b"1"), ("a.png", b"2"), ("a.txt", b"t")], {"duplicate key": 1}),
+        (pairs(["a", "a"]), {"duplicate key": 1}),
+        (pairs(["../a"]), {"unsafe name": 2}),
+        (pairs(["/etc/a"]), {"unsafe name": 2}),
+        (pairs(["a/../../b"]), {"unsafe name": 2}),
+        (pairs(["C:\\a"]), {"unsafe name": 2}),
+        (pairs(["..\\a"]), {"unsafe name": 2}),
+        (pairs(["x/._a"]), {"hidden file": 2}),
+        ([("a.jpg", b"i"), ("a.pkl", b"p")], {"unknown file type": 1, "no caption": 1}),
+        ([("README", b"r")], {"unknown file type": 1}),
+    ],
+)
+def test_left_out_samples_are_counted_by_reason(tmp_path, members, expected, caplog):
+    assert problems(tmp_path, members) == expected
+    for reason in expected:
+        assert reason in caplog.text
+
+
+@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE])
+def test_links_and_special_files_give_no_sample(tmp_path, kind):
+    shard = tmp_path / "a.tar"
+    with tarfile.open(shard, "w") as tar:
+        link = tarfile.TarInfo("evil.jpg")
+        link.type, link.linkname = kind, "/etc/passwd"
+        tar.addfile(link)
+        for name, data in [("evil.txt", b"t"), *pairs(["good"])]:
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    source = ShardSource(str(shard))
+    assert keys(source) == ["good"]
+    reason = "special file in the shard" if kind == tarfile.FIFOTYPE else "link in the shard"
+    assert source.problems == {reason: 1, "no image": 1}
+
+
+def test_folders_and_a_leading_dot_are_no_problem(tmp_path):
+    shard = tmp_path / "a.tar"
+    with tarfile.open(shard, "w") as tar:
+        folder = tarfile.TarInfo("./f/")
+        folder.type = tarfile.DIRTYPE
+        tar.addfile(folder)
+        for name, data in pairs(["./f/a"]):
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    source = ShardSource(str(shard))
+    assert (keys(source), source.problems) == (["f/a"], {})
+
+
+@pytest.mark.parametrize("path", ["pipe:cat a.tar", "s3://bucket/a.tar", "https://x.org/a.tar"])
+def test_pipes_and_urls_are_refused(path):
+    with pytest.raises(ValueError, match="only local files are read"):
+        ShardSource(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [(b"", "empty shard"), (b"<html>" * 200, "not a tar file"), (b"\0" * 10240, "they are empty")],
+)
+def test_no_usable_sample_is_an_error_that_says_why(tmp_path, content, reason):
+    (tmp_path / "a.tar").write_bytes(content)
+    with pytest.raises(ValueError, match=reason):
+        ShardSource(str(tmp_path))
+
+
+def test_bad_shards_beside_good_ones_are_counted(tmp_path):
+    write_tar(tmp_path / "00000.tar", pairs(["a"]))
+    (tmp_path / "00001.tar").write_bytes(b"<html>" * 200)
+    (tmp_path / "00002.tar").write_bytes(b"")
+    source = ShardSource(str(tmp_path / "{00000..00003}.tar"))
+    assert source.problems == {"not a tar file": 1, "empty shard": 1, "missing shard": 1}
+    assert source.groups() == [1, 0, 0]
+    assert source.read(0).key == "a"
+
+
+# --- paths and the source as a whole -------------------------------------------------------------
+
+
+def test_paths(tmp_path):
+    names = [f"{i:05d}.tar" for i in range(12)]
+    for name in names:
+        write_tar(tmp_path / name, pairs([name]))
+    found = {
+        "": names,
+        "{00000..00011}.tar": names,
+        "*.tar": names,
+        "{00003..00004}.tar": names[3:5],
+        "0000{1,7}.tar": ["00001.tar", "00007.tar"],
+        "0000[56].tar": ["00005.tar", "00006.tar"],
+        "00002.tar": ["00002.tar"],
+        "{0000[1-2],00001}.tar": ["00001.tar", "00002.tar"],
+    }
+    for pattern, expected in found.items():
+        assert [p.name for p in find_shards(str(tmp_path / pattern))] == expected
+    for pattern in ("no.tar", "no*.tar", "{00000..00011.tar"):
+        with pytest.raises(ValueError, match=r"shard|braces"):
+            find_shards(str(tmp_path / pattern))
+
+
+def test_groups_places_and_range(tmp_path):
+    write_tar(tmp_path / "0.tar", pairs(["a", "b", "c"]))
+    write_tar(tmp_path / "1.tar", pairs(["d"]))
+    write_tar(tmp_path / "2.tar", pairs(["e", "f"]))
+    source = ShardSource(str(tmp_path))
+    assert source.groups() == [3, 1, 2]
+    assert len(source) == 6
+    assert keys(source) == list("abcdef")
+    places = [source.place(i) for i in range(6)]
+    assert places == ["0.tar"] * 3 + ["1.tar"] + ["2.tar"] * 2
+    for index in (-1, 6):
+        with pytest.raises(IndexError):
+            source.read(index)
+
+
+def test_fingerprint_follows_the_content_and_not_the_place(tmp_path):
+    prints = []
+    for folder, names in [("x", ["a", "b"]), ("y", ["a", "b"]), ("z", ["a", "bc"]), ("w", ["a"])]:
+        (tmp_path / folder).mkdir()
+        write_tar(tmp_path / folder / "0.tar", pairs(names))
+        prints.append(ShardSource(str(tmp_path / folder)).fingerprint())
+    assert prints[0] == prints[1]
+    assert len(set(prints[1:])) >= 2
+    assert prints[3] not in prints[:3]
+
+
+def test_a_source_survives_pickling_and_many_shards(tmp_path, monkeypatch):
+    monkeypatch.setattr(shards, "_OPEN_SHARDS", 2)
+    for i in range(7):
+        write_tar(tmp_path / f"{i}.tar", pairs([f"{i}a", f"{i}b"]))
+    source = ShardSource(str(tmp_path))
+    expected = keys(source)
+    open_files = len(os.listdir("/proc/self/fd"))
+    assert keys(source) == expected
+    assert keys(pickle.loads(pickle.dumps(source))) == expected
+    assert len(os.listdir("/proc/self/fd")) <= open_files + 1
+
+
+def test_a_shard_cut_while_in_use_is_noticed(tmp_path):
+    shard = write_tar(tmp_path / "a.tar", pairs(["a", "b"]))
+    source = ShardSource(str(shard))
+    source.read(0)
+    os.truncate(shard, 600)
+    with pytest.raises(BadSample, match="changed while in use"):
+        source.read(1)
+
+
+# --- the stored index ----------------------------------------------------------------------------
+
+
+def test_index_is_stored_beside_the_shard_and_used(tmp_path, monkeypatch):
+    shard = write_tar(tmp_path / "a.tar", [*pairs(["a", "b"]), ("c.jpg", b"")])
+    first = ShardSource(str(shard))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.tar", "a.tar.index.npz"]
+    monkeypatch.setattr(tar_index, "scan", lambda shard: pytest.fail("scanned again"))
+    again = ShardSource(str(shard))
+    assert keys(again) == keys(first) == ["a", "b"]
+    assert again.problems == first.problems == {"no caption": 1}
+
+
+@pytest.mark.parametrize("change", ["content", "time", "index cut", "index garbage", "index empty"])
+def test_a_stale_or_damaged_index_is_made_anew(tmp_path, change):
+    shard = write_tar(tmp_path / "a.tar", pairs(["a"]))
+    ShardSource(str(shard))
+    stored = tmp_path / "a.tar.index.npz"
+    before = stored.stat().st_ino
+    match change:
+        case "content":
+            write_tar(shard, [*pairs(["b", "c"]), ("pad.jpg", b"x" * 20_000)])
+        case "time":
+            os.utime(shard, (1, 1))
+        case "index cut":
+            stored.write_bytes(stored.read_bytes()[:-40])
+        case "index garbage":
+            stored.write_bytes(b"not an index")
+        case "index empty":
+            stored.write_bytes(b"")
+    assert keys(ShardSource(str(shard))) == (["b", "c"] if change == "content" else ["a"])
+    assert stored.stat().st_ino != before
+
+
+def test_index_goes_to_the_cache_where_the_folder_is_read_only(tmp_path, monkeypatch):
+    (tmp_path / "data").mkdir()
+    shard = write_tar(tmp_path / "data" / "a.tar", pairs(["a"]))
+    replace = os.replace
+
+    def refuse(source, target):
+        if target.parent.name == "data":
+            raise PermissionError(13, "read-only")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", refuse)
+    assert keys(ShardSource(str(shard))) == ["a"]
+    assert [p.name for p in (tmp_path / "data").iterdir()] == ["a.tar"]
+    assert len(list((tmp_path / "cache" / "multimodal").iterdir())) == 1
+    monkeypatch.setattr(tar_index, "scan", lambda shard: pytest.fail("scanned again"))
+    assert keys(ShardSource(str(shard))) == ["a"]
+
+
+def test_no_place_for_the_index_is_only_a_warning(tmp_path, monkeypatch, caplog):
+    shard = write_tar(tmp_path / "a.tar", pairs(["a"]))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(shard))  # a file: no folder can be made there
+    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("full")))
+    assert keys(ShardSource(str(shard))) == ["a"]
+    assert "no place to keep its index" in caplog.text
+
+
+def test_size_in_a_pax_header_is_followed(tmp_path):
+    """As written for members of 8 GB and more."""
+    shard = tmp_path / "a.tar"
+    with tarfile.open(shard, "w", format=tarfile.PAX_FORMAT) as tar:
+        for name, data in pairs(["a", "b"]):
+            info = tarfile.TarInfo(name)
+            info.size, info.pax_headers = len(data), {"size": str(len(data)), "comment": "x=y"}
+            tar.addfile(info, io.BytesIO(data))
+    assert keys(ShardSource(str(shard))) == ["a", "b"]
+
+
+def test_img2dataset_layout_is_read(tmp_path):
+    record = {"caption": "a dog", "url": "u", "key": "000000007", "status": "success", "width": 4}
+    members = [
+        ("000000007.jpg", b"i"),
+        ("000000007.json", json.dumps(record).encode()),
+        ("000000007.txt", b"a dog"),
+    ]
+    write_tar(tmp_path / "00000.tar", members)
+    (tmp_path / "00000_stats.json").write_text("{}")
+    (tmp_path / "00000.parquet").write_bytes(b"")
+    sample = ShardSource(str(tmp_path)).read(0)
+    assert (sample.key, sample.captions, sample.meta["width"]) == ("000000007", ("a dog",), 4)
