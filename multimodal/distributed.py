@@ -125,6 +125,17 @@ def on_main(function: Callable[[], T]) -> T:
     return value
 
 
+def main_first(function: Callable[[], T]) -> T:
+    """Call `function` on rank 0, then on the others, which find what it left on the disk.
+
+    Raises:
+        Exception: what it raised on rank 0, on all ranks as `on_main` does.
+    """
+    own: list[T] = []
+    on_main(lambda: own.append(function()))
+    return own[0] if own else function()
+
+
 @torch.no_grad()
 def all_reduce_sum(x: Tensor) -> Tensor:
     """Sum over the ranks, elementwise; no gradient; `x` is left as it is."""

@@ -1,0 +1,323 @@
+"""Training, from a configuration to a finished run folder. Read `train`, then `_run`."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from multimodal.config import Config, parse_duration
+from multimodal.data.batch import Batch
+from multimodal.data.images import ImageTransform
+from multimodal.data.loader import step_positions, train_loader
+from multimodal.data.source import Source
+from multimodal.distributed import (
+    broadcast_object,
+    gather_objects,
+    is_main,
+    on_main,
+    rank,
+    shutdown,
+    world_size,
+)
+from multimodal.evaluate.run import evaluate
+from multimodal.losses.build import build_loss
+from multimodal.train.checkpoint import Checkpoint, Checkpoints, load_optimizer
+from multimodal.train.curves import write_curves
+from multimodal.train.machine import make_accelerator
+from multimodal.train.optim import build_optimizer
+from multimodal.train.report import Meter, Report, Row, batch_hash, read_rows
+from multimodal.train.run_folder import (
+    changed_settings,
+    is_finished,
+    locked,
+    publish_model,
+    write_config,
+    write_results,
+)
+from multimodal.train.schedule import Schedule, plan
+from multimodal.train.start import check_fingerprint, open_data, starting_model
+from multimodal.train.step import StepResult, rehearse, train_step
+from multimodal.weights.pretrained import Pretrained
+
+log = logging.getLogger(__name__)
+
+_FAIR_SAMPLE = 10_000
+"""Samples (or one epoch, if that is less) over which unreadable ones are judged at least."""
+
+
+def train(config: Config) -> None:
+    """Train, resume, or find the run finished. Call it in every process of a launch.
+
+    Raises:
+        ValueError: before anything is written, when settings, data, machine and run folder do not
+            fit together.
+        FloatingPointError: when the loss or the gradient stops being finite.
+        RuntimeError: when more samples are unreadable than `data.max_skipped` allows.
+    """
+    accelerator = make_accelerator(tracker=None if config.log.wandb.mode == "disabled" else "wandb")
+    logging.getLogger("multimodal").setLevel(logging.INFO if is_main() else logging.WARNING)
+    run = Path(config.run)
+    try:
+        step_positions(0, batch_size=config.train.batch_size, rank=rank(), world_size=world_size())
+        source = open_data(config)
+        schedule = plan(config.train, config.optim, data_size=len(source))
+        with locked(run) as lock:
+            changes = on_main(lambda: changed_settings(run, config))
+            checkpoints = Checkpoints(run, keep=config.checkpoint.keep)
+            found = on_main(checkpoints.find_resume)
+            fingerprint = check_fingerprint(source, found)
+            if on_main(lambda: _is_finished(config, schedule, found)):
+                log.info("finished: %s holds all %d steps", run, schedule.total_steps)
+                return
+            if lock is not None:
+                lock.sign()
+                write_config(run, config)
+                checkpoints.remove_incomplete()
+            for change in changes:
+                log.info("changed since the run was started: %s", change)
+            _run(config, accelerator, source, schedule, checkpoints, found, fingerprint)
+    finally:
+        shutdown()
+
+
+def _is_finished(config: Config, schedule: Schedule, found: Checkpoint | None) -> bool:
+    return (
+        found is not None
+        and found.step >= schedule.total_steps
+        and is_finished(Path(config.run), found.path, list(config.evaluate))
+    )
+
+
+def _run(
+    config: Config,
+    accelerator: Accelerator,
+    source: Source,
+    schedule: Schedule,
+    checkpoints: Checkpoints,
+    found: Checkpoint | None,
+    fingerprint: str,
+) -> None:
+    """From the checkpoint, or from fresh weights, to the end."""
+    start, skipped = (found.step, found.state["skipped"]) if found else (0, 0)
+    pretrained = starting_model(config, source, found, accelerator.device)
+    _announce(accelerator, source, schedule, pretrained, found)
+    optimizer = build_optimizer(pretrained.model, config.optim)
+    if found:
+        load_optimizer(found.path, optimizer)
+    model = accelerator.prepare_model(pretrained.model.train())
+    loss = build_loss(config.loss)
+    rehearse(model, loss, pretrained, accelerator=accelerator)
+    batches = iter(_loader(config, source, pretrained, start, schedule.total_steps))
+    meter, clock = Meter(), _Clock(config)
+
+    with Report(config, accelerator, start_step=start, total_steps=schedule.total_steps) as report:
+        for step in range(start + 1, schedule.total_steps + 1):
+            meter.start()
+            batch = next(batches).to(accelerator.device)
+            meter.arrived()
+            result = train_step(
+                model,
+                loss,
+                optimizer,
+                batch,
+                accelerator=accelerator,
+                step=step - 1,
+                seed=config.seed,
+                lr=schedule.lr(step - 1),
+                clip_grad_norm=config.optim.clip_grad_norm,
+            )
+            meter.done(schedule.batch_size)
+            minutes = clock.tick()
+            report.step(step)
+
+            if result.skipped:
+                skipped += result.skipped
+                report.skips(step, [s for own in gather_objects(batch.skipped) for s in own])
+                _check_budget(config, schedule, step, skipped)
+
+            if schedule.is_time(config.log.every, step, minutes=minutes):
+                hashed = batch_hash(batch.keys)
+                report.metrics(
+                    _row(schedule, step, result, hashed) | meter.figures() | {"skipped": skipped}
+                )
+                meter.restart()
+
+            for name, section in config.evaluate.items():
+                if schedule.is_time(section.every, step, minutes=minutes):
+                    report.evaluation(step, name, _evaluate(config, pretrained, name))
+
+            if schedule.is_time(config.checkpoint.every, step, minutes=minutes):
+                state = _state(config, source, schedule, step, skipped, fingerprint)
+                found = _save(config, checkpoints, state, pretrained, optimizer)
+
+        assert found is not None, "the last step saves a checkpoint"
+        _finish(config, pretrained, found, report)
+
+
+def _announce(
+    accelerator: Accelerator,
+    source: Source,
+    schedule: Schedule,
+    pretrained: Pretrained,
+    found: Checkpoint | None,
+) -> None:
+    """Say what follows from the settings, and where the run starts."""
+    log.info(
+        "%s: %d samples; %d steps of %d pairs (%.2f epochs), %d of them warm-up",
+        source.description,
+        len(source),
+        schedule.total_steps,
+        schedule.batch_size,
+        schedule.epoch(schedule.total_steps),
+        schedule.warmup_steps,
+    )
+    log.info(
+        "%d parameters; %d process(es) with %d pairs each on %s, precision %s",
+        sum(p.numel() for p in pretrained.model.parameters()),
+        world_size(),
+        schedule.batch_size // world_size(),
+        accelerator.device.type,
+        accelerator.mixed_precision,
+    )
+    if found is not None:
+        log.info("resuming after step %d from %s", found.step, found.path)
+        if found.step > schedule.total_steps:
+            log.warning("train.duration is shorter than the run already is; it ends here")
+
+
+def _loader(
+    config: Config, source: Source, pretrained: Pretrained, start: int, end: int
+) -> Iterable[Batch]:
+    model = config.model
+    return train_loader(
+        source,
+        data=config.data,
+        transform=ImageTransform(model.image.image_size, model.preprocess, config.data.augment),
+        tokenizer=pretrained.tokenizer,
+        batch_size=config.train.batch_size,
+        start_step=start,
+        end_step=end,
+        rank=rank(),
+        world_size=world_size(),
+        seed=config.seed,
+    )
+
+
+def _row(schedule: Schedule, step: int, result: StepResult, hashed: str) -> Row:
+    row = {
+        "step": step,
+        "epoch": schedule.epoch(step),
+        "samples": schedule.samples(step),
+        "loss": result.loss,
+        "lr": schedule.lr(step - 1),
+        "grad_norm": result.grad_norm,
+        "logit_scale": result.logit_scale,
+        "logit_bias": result.logit_bias,
+        "batch_hash": hashed,
+    }
+    return row if result.logit_bias is not None else {k: row[k] for k in row if k != "logit_bias"}
+
+
+def _evaluate(config: Config, pretrained: Pretrained, name: str) -> Row:
+    return evaluate(pretrained, config.evaluate[name], workers=config.data.workers)
+
+
+def _check_budget(config: Config, schedule: Schedule, step: int, skipped: int) -> None:
+    """Stop, on all ranks, when more samples are unreadable than allowed.
+
+    Raises:
+        RuntimeError: naming the numbers and where the samples are listed.
+    """
+    seen = max(schedule.samples(step), min(schedule.data_size, _FAIR_SAMPLE))
+    if skipped > config.data.max_skipped * seen:
+        raise RuntimeError(
+            f"step {step}: {skipped} samples were unreadable, more than data.max_skipped="
+            f"{config.data.max_skipped} of {seen}; see {Path(config.run) / 'skipped.jsonl'}, "
+            "repair the data or raise data.max_skipped, then run the same command again"
+        )
+
+
+def _state(
+    config: Config, source: Source, schedule: Schedule, step: int, skipped: int, fingerprint: str
+) -> dict[str, Any]:
+    """What a checkpoint says about itself and the run."""
+    return {
+        "step": step,
+        "epoch": schedule.epoch(step),
+        "samples": schedule.samples(step),
+        "skipped": skipped,
+        "processes": world_size(),
+        "data": {
+            "fingerprint": fingerprint,
+            "samples": len(source),
+            "description": source.description,
+        },
+        "config": config.model_dump(),
+    }
+
+
+def _save(
+    config: Config,
+    checkpoints: Checkpoints,
+    state: dict[str, Any],
+    pretrained: Pretrained,
+    optimizer: torch.optim.Optimizer,
+) -> Checkpoint:
+    path = on_main(
+        lambda: checkpoints.save(
+            state=state,
+            model=pretrained.model,
+            section=config.model,
+            tokenizer=pretrained.tokenizer,
+            optimizer=optimizer,
+        )
+    )
+    log.info("step %d  saved %s", state["step"], path)
+    return Checkpoint(path, state)
+
+
+def _finish(config: Config, pretrained: Pretrained, last: Checkpoint, report: Report) -> None:
+    """Write what is left of the run: missing evaluations, results, curves, the model."""
+    run = Path(config.run)
+    done = on_main(lambda: _evaluations_at(run, last.step))
+    for name in config.evaluate:
+        if name not in done:
+            report.evaluation(last.step, name, _evaluate(config, pretrained, name))
+
+    def write() -> None:
+        results = _evaluations_at(run, last.step)
+        write_results(run, {name: results[name] for name in config.evaluate})
+        write_curves(run, read_rows(run / "metrics.jsonl"))
+        publish_model(run, last.path)
+
+    on_main(write)
+    log.info("finished: %s after %d steps; the model is in %s", run, last.step, run / "model")
+
+
+def _evaluations_at(run: Path, step: int) -> dict[str, Row]:
+    rows = [r for r in read_rows(run / "metrics.jsonl") if r["step"] == step and "eval" in r]
+    return {r["eval"]: {k: v for k, v in r.items() if k not in ("step", "eval")} for r in rows}
+
+
+class _Clock:
+    """Minutes of training as rank 0 counts them, asked for only if an interval is in minutes."""
+
+    def __init__(self, config: Config):
+        intervals = [config.log.every, config.checkpoint.every]
+        intervals += [section.every for section in config.evaluate.values() if section.every]
+        self._used = any(parse_duration(every).unit == "minutes" for every in intervals)
+        self._start = time.monotonic()
+        self._now = 0.0
+
+    def tick(self) -> tuple[float, float]:
+        """Minutes at the last tick and now, the same on all ranks."""
+        before = self._now
+        if self._used:
+            self._now = broadcast_object((time.monotonic() - self._start) / 60)
+        return before, self._now

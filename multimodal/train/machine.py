@@ -1,0 +1,70 @@
+"""Device, precision and processes, as `accelerate launch` or torchrun set them."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+
+_SHARDED = {
+    DistributedType.FSDP,
+    DistributedType.DEEPSPEED,
+    DistributedType.MEGATRON_LM,
+    DistributedType.XLA,
+}
+
+
+def make_accelerator(*, tracker: str | None) -> Accelerator:
+    """Join the process group and choose the device.
+
+    Args:
+        tracker: what Accelerate also logs to, such as `wandb`.
+
+    Raises:
+        ValueError: when the machine or the launcher's settings do not fit.
+    """
+    asked = int(os.environ.get("WORLD_SIZE", "1"))
+    on_cpu = not _has_accelerator() or os.environ.get("ACCELERATE_USE_CPU", "") in ("true", "True")
+    _check_devices(on_cpu)
+    # Without `cpu`, Accelerate makes each of several CPU processes a run of its own.
+    accelerator = Accelerator(cpu=on_cpu and asked > 1, log_with=tracker)
+    if accelerator.num_processes != asked:
+        raise ValueError(
+            f"the launcher started {asked} processes, but Accelerate sees "
+            f"{accelerator.num_processes}; start with `accelerate launch --multi_gpu "
+            f"--num_processes {asked}` or `torchrun --nproc-per-node {asked}`"
+        )
+    if accelerator.mixed_precision not in ("no", "bf16"):
+        raise ValueError(
+            f"mixed precision {accelerator.mixed_precision!r} is not supported, since a gradient "
+            "that is not finite is an error here; use bf16 or no (`accelerate launch "
+            "--mixed_precision bf16`)"
+        )
+    if accelerator.distributed_type in _SHARDED:
+        raise ValueError(
+            f"{accelerator.distributed_type.value} is not supported; use plain data parallelism "
+            "(`accelerate launch --multi_gpu`)"
+        )
+    if accelerator.gradient_accumulation_steps != 1:
+        raise ValueError(
+            "gradient accumulation would change the loss, which compares all pairs of a step; "
+            "leave it at 1 in `accelerate config`"
+        )
+    return accelerator
+
+
+def _has_accelerator() -> bool:
+    device = torch.accelerator.current_accelerator(check_available=True)
+    return device is not None and device.type != "mps"
+
+
+def _check_devices(on_cpu: bool) -> None:
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    devices = 0 if on_cpu else torch.accelerator.device_count()
+    if not on_cpu and here > devices:
+        raise ValueError(
+            f"{here} processes were started on a machine with {devices} GPU(s); start at most "
+            "one for each, or set ACCELERATE_USE_CPU=true to train on the CPU"
+        )

@@ -1,0 +1,233 @@
+"""What a run tells: the console, `metrics.jsonl`, `skipped.jsonl`, and a copy to W&B.
+
+`metrics.jsonl` is the source of truth: one JSON object a line, either a training row (`step, epoch,
+samples, loss, lr, grad_norm, logit_scale, batch_hash, samples_per_second, data_wait, skipped`, and
+`logit_bias` where there is one) or an evaluation (`step, eval, METRIC...`). `samples_per_second`
+and `data_wait`, the share of the time spent waiting for data, are over the steps since the row
+before, on rank 0, without evaluations and checkpoints.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import secrets
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from multimodal.config import Config
+from multimodal.data.batch import Skip
+from multimodal.distributed import gather_rows, is_main
+from multimodal.train.files import write_atomically
+
+log = logging.getLogger(__name__)
+
+Row = dict[str, Any]
+_INIT_SECONDS = 10
+"""How long a start waits for the W&B server before it goes on offline."""
+
+
+class Report:
+    """Writes on rank 0; on the others every call does nothing. A context manager.
+
+    Args:
+        start_step: steps the run starts from; rows of later steps, which an interrupted run left
+            behind, are dropped, so that each step has one row.
+    """
+
+    def __init__(
+        self, config: Config, accelerator: Accelerator, *, start_step: int, total_steps: int
+    ):
+        self._run = Path(config.run)
+        self._accelerator = accelerator
+        self._bar: Progress | None = None
+        self._streams: list[tuple[logging.StreamHandler, Any]] = []
+        if not is_main():
+            return
+        for name in ("metrics.jsonl", "skipped.jsonl"):
+            drop_rows_after(self._run / name, start_step)
+        if config.log.wandb.mode != "disabled":
+            _start_wandb(accelerator, config)
+        if Console(stderr=True).is_terminal:
+            self._bar = _progress_bar()
+            self._task = self._bar.add_task("train", total=total_steps, completed=start_step)
+
+    def __enter__(self) -> Report:
+        if self._bar is not None:
+            self._bar.start()
+            self._streams = _log_above_the_bar()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        for handler, stream in self._streams:
+            handler.setStream(stream)
+        for tracker in self._accelerator.trackers:
+            tracker.finish()
+
+    def step(self, step: int) -> None:
+        """Move the progress bar."""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step)
+
+    def metrics(self, row: Row) -> None:
+        """Write a training row."""
+        if not is_main():
+            return
+        text = (
+            f"loss {row['loss']:.4f}  lr {row['lr']:.2e}  scale {row['logit_scale']:.2f}  "
+            f"{row['samples_per_second']:.0f} samples/s  data wait {row['data_wait']:.0%}"
+        )
+        if self._bar is not None:
+            self._bar.update(self._task, description=text)
+        else:
+            log.info("step %d  epoch %.2f  %s", row["step"], row["epoch"], text)
+        self._write(row, {k: v for k, v in row.items() if k != "step"})
+
+    def evaluation(self, step: int, name: str, metrics: Row) -> None:
+        """Write the figures of one evaluation."""
+        if not is_main():
+            return
+        log.info("step %d  %s: %s", step, name, ", ".join(_shown(metrics)))
+        tracked = {f"{name}/{k}": v for k, v in metrics.items() if v is not None}
+        self._write({"step": step, "eval": name, **metrics}, tracked)
+
+    def skips(self, step: int, skips: Iterable[Skip]) -> None:
+        """Write one row for each unreadable sample."""
+        if not is_main():
+            return
+        with (self._run / "skipped.jsonl").open("a", encoding="utf-8") as file:
+            for skip in skips:
+                log.warning(
+                    "step %d: skipped %s in %s: %s", step, skip.key, skip.place, skip.reason
+                )
+                file.write(json.dumps({"step": step, **asdict(skip)}) + "\n")
+
+    def _write(self, row: Row, tracked: Row) -> None:
+        with (self._run / "metrics.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+        self._accelerator.log(tracked, step=row["step"])
+
+
+class Meter:
+    """Time of the steps since the last row."""
+
+    def __init__(self):
+        self.restart()
+
+    def restart(self) -> None:
+        self._samples, self._waited, self._busy = 0, 0.0, 0.0
+
+    def start(self) -> None:
+        """A step begins, and with it the wait for its batch."""
+        self._started = time.perf_counter()
+
+    def arrived(self) -> None:
+        """The batch is there."""
+        self._waited += time.perf_counter() - self._started
+
+    def done(self, samples: int) -> None:
+        """The step is over."""
+        self._busy += time.perf_counter() - self._started
+        self._samples += samples
+
+    def figures(self) -> Row:
+        return {
+            "samples_per_second": self._samples / self._busy,
+            "data_wait": self._waited / self._busy,
+        }
+
+
+def batch_hash(keys: list[str]) -> str:
+    """Hash of a step's sample keys in global order, the same for any number of ranks.
+
+    Args:
+        keys: those of this rank. Call it on all ranks.
+
+    Returns:
+        The first 16 hexadecimal digits of the SHA-256 of all keys' 64-bit BLAKE2b hashes.
+    """
+    own = b"".join(hashlib.blake2b(key.encode(), digest_size=8).digest() for key in keys)
+    hashes = torch.from_numpy(np.frombuffer(own, dtype="<i8").copy())
+    return hashlib.sha256(gather_rows(hashes).numpy().astype("<i8").tobytes()).hexdigest()[:16]
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a .jsonl file, without a last line that was cut by a crash."""
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").split("\n")
+    return [json.loads(line) for line in lines[:-1] if line]
+
+
+def drop_rows_after(path: Path, step: int) -> None:
+    """Remove rows of steps after `step`, and a last line that was cut by a crash."""
+    if not path.exists():
+        return
+    kept = [json.dumps(row) + "\n" for row in read_rows(path) if row["step"] <= step]
+    if path.read_text(encoding="utf-8") != "".join(kept):
+        write_atomically(path, lambda file: file.write_text("".join(kept), encoding="utf-8"))
+
+
+def _start_wandb(accelerator: Accelerator, config: Config) -> None:
+    """Begin W&B's copy in the run folder's `wandb/`; without a server it goes on offline."""
+    run, section = Path(config.run), config.log.wandb
+    (run / "wandb").mkdir(exist_ok=True)
+    name = run / "wandb" / "id"
+    if not name.exists():
+        name.write_text(secrets.token_hex(4))
+    settings = {"dir": str(run), "id": name.read_text(), "name": run.name}
+
+    def start(**mode: Any) -> None:
+        accelerator.init_trackers(
+            section.project,
+            config=config.model_dump(),
+            init_kwargs={"wandb": {**settings, **mode}},
+        )
+
+    if section.mode == "online":
+        try:
+            import wandb
+
+            patience = wandb.Settings(init_timeout=_INIT_SECONDS)
+            start(mode="online", resume="allow", settings=patience)
+            return
+        except Exception as error:  # whatever it is, the run does not need W&B
+            log.warning("W&B cannot be reached (%s); logging offline instead", error)
+            accelerator.trackers.clear()
+    start(mode="offline")
+
+
+def _progress_bar() -> Progress:
+    return Progress(
+        MofNCompleteColumn(),
+        BarColumn(bar_width=24),
+        TimeRemainingColumn(elapsed_when_finished=True),
+        TextColumn("{task.description}"),
+        console=Console(stderr=True),
+    )
+
+
+def _log_above_the_bar() -> list[tuple[logging.StreamHandler, Any]]:
+    """Let console handlers write through the running bar, which has replaced sys.stderr."""
+    handlers = [h for h in logging.getLogger().handlers if type(h) is logging.StreamHandler]
+    return [(handler, handler.setStream(sys.stderr)) for handler in handlers]
+
+
+def _shown(metrics: Row) -> Iterable[str]:
+    """Rates without those of chance, and no counts."""
+    for name, value in metrics.items():
+        if isinstance(value, float) and "chance" not in name:
+            yield f"{name} {value:.3f}"

@@ -1,0 +1,183 @@
+"""The folder of a run: one process at a time, one configuration, and an end.
+
+config.yaml      the resolved configuration
+metrics.jsonl    one row for each logged step and each evaluation
+skipped.jsonl    one row for each unreadable sample
+checkpoints/     what a run resumes from
+results.json, report.png, model/     written at the end, in this order
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from multimodal.config import Config
+from multimodal.config_io import dump_yaml, read_yaml
+from multimodal.distributed import on_main
+from multimodal.train.files import file_hash, move_folder, write_atomically
+
+MAY_CHANGE = (
+    "run",
+    "optim",
+    "train.duration",
+    "evaluate",
+    "checkpoint",
+    "log",
+    "data.workers",
+    "data.max_skipped",
+)
+"""Settings that a resumed run may have changed; all others would make it another run."""
+
+_OURS = ("metrics.jsonl", "checkpoints", "results.json", "model")
+_held: set[int] = set()
+
+
+def _close_inherited() -> None:
+    """In a loader process: let go of the lock, so that it ends with the process that took it."""
+    for descriptor in _held:
+        os.close(descriptor)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_close_inherited)
+
+
+class Lock:
+    """The right to write to a run folder, until the process ends or lets go."""
+
+    def __init__(self, run: Path):
+        run.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(run / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(self._file, 200, 0).decode(errors="replace").strip()
+            os.close(self._file)
+            raise ValueError(
+                f"run={str(run)!r} is being written by {holder or 'another process'}; wait for "
+                "it, stop it, or choose another folder with run=..."
+            ) from None
+        _held.add(self._file)
+
+    def sign(self) -> None:
+        """Note who holds the lock."""
+        os.ftruncate(self._file, 0)
+        os.pwrite(self._file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+
+    def release(self) -> None:
+        _held.discard(self._file)
+        os.close(self._file)
+
+
+@contextmanager
+def locked(run: Path) -> Iterator[Lock | None]:
+    """Hold the folder's lock on rank 0, which alone writes; the others get None.
+
+    Raises:
+        ValueError: on all ranks, when another process holds it or the folder is not a run's.
+    """
+    locks: list[Lock] = []
+    on_main(lambda: _take(run, locks))
+    try:
+        yield locks[0] if locks else None
+    finally:
+        for lock in locks:
+            lock.release()
+
+
+def _take(run: Path, locks: list[Lock]) -> None:
+    found = [name for name in _OURS if (run / name).exists()]
+    if found and not (run / "config.yaml").exists():
+        raise ValueError(
+            f"run={str(run)!r} holds {', '.join(found)} but no config.yaml, so it is not a run "
+            "that can be resumed; choose another folder with run=..."
+        )
+    locks.append(Lock(run))
+
+
+def changed_settings(run: Path, config: Config) -> list[str]:
+    """Compare with the configuration that the folder's run was started with.
+
+    Returns:
+        Changes that a resumed run may have, as lines for the log; empty for a new run.
+
+    Raises:
+        ValueError: when a setting has changed that may not, listing all of those.
+    """
+    path = run / "config.yaml"
+    if not path.exists():
+        return []
+    old, new = _flat(read_yaml(path)), _flat(config.model_dump())
+    names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+    lines = {name: f"{name}: {old.get(name)!r} -> {new.get(name)!r}" for name in names}
+    refused = [lines[name] for name in names if not _may_change(name)]
+    if refused:
+        raise ValueError(
+            f"run={str(run)!r} was started with other settings:\n  "
+            + "\n  ".join(refused)
+            + f"\nUndo the change, or start a new run with run=...; a resumed run may change "
+            f"{', '.join(MAY_CHANGE[1:])}"
+        )
+    return [lines[name] for name in names if name != "run"]
+
+
+def _may_change(name: str) -> bool:
+    return any(name == part or name.startswith(f"{part}.") for part in MAY_CHANGE)
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        flat.update(
+            _flat(value, f"{name}.") if isinstance(value, dict) and value else {name: value}
+        )
+    return flat
+
+
+def write_config(run: Path, config: Config) -> None:
+    """Write config.yaml if it is missing or differs."""
+    path, text = run / "config.yaml", dump_yaml(config)
+    if not path.exists() or path.read_text(encoding="utf-8") != text:
+        write_atomically(path, lambda file: file.write_text(text, encoding="utf-8"))
+
+
+def is_finished(run: Path, checkpoint: Path, evaluations: list[str]) -> bool:
+    """Whether the end of the run has been written from this checkpoint, its last."""
+    try:
+        results = json.loads((run / "results.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    names = _files(checkpoint / "model")
+    return (
+        sorted(results) == sorted(evaluations)
+        and (run / "report.png").exists()
+        and names == _files(run / "model")
+        and all(file_hash(run / "model" / n) == file_hash(checkpoint / "model" / n) for n in names)
+    )
+
+
+def write_results(run: Path, results: dict[str, dict[str, Any]]) -> None:
+    """Write the figures of all evaluations by name."""
+    text = json.dumps(results, indent=2) + "\n"
+    write_atomically(run / "results.json", lambda file: file.write_text(text, encoding="utf-8"))
+
+
+def publish_model(run: Path, checkpoint: Path) -> None:
+    """Copy a checkpoint's model to `model/`, which appears complete or not at all."""
+    temporary = run / ".model"
+    shutil.rmtree(temporary, ignore_errors=True)
+    shutil.copytree(checkpoint / "model", temporary)
+    move_folder(temporary, run / "model")
+
+
+def _files(folder: Path) -> list[str]:
+    return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())

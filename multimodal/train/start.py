@@ -1,0 +1,124 @@
+"""What a run starts from: its data, its tokenizer and its weights, new or from a checkpoint."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from multimodal import config
+from multimodal.config import Config
+from multimodal.data.build import open_source
+from multimodal.data.images import ImageTransform
+from multimodal.data.source import BadSample, Source
+from multimodal.data.text import Tokenizer, build_tokenizer
+from multimodal.distributed import gather_objects, main_first, on_main
+from multimodal.models.build import build_model
+from multimodal.train.checkpoint import Checkpoint
+from multimodal.weights.load import load
+from multimodal.weights.pretrained import Pretrained
+
+log = logging.getLogger(__name__)
+
+_TOKENIZER_SAMPLES = 200_000
+"""Samples whose captions train a tokenizer, spread evenly over the data."""
+
+
+def open_data(config: Config) -> Source:
+    """Open the training data, and see that the evaluations' data is there before hours are spent.
+
+    Raises:
+        ValueError: on all ranks, when a source cannot be opened.
+    """
+    source = main_first(lambda: open_source(config.data.train))
+    on_main(lambda: _open_evaluations(config))
+    return source
+
+
+def _open_evaluations(config: Config) -> None:
+    for name, section in config.evaluate.items():
+        for data in (section.data, *getattr(section, "more_captions", ())):
+            try:
+                open_source(data)
+            except ValueError as error:
+                raise ValueError(f"evaluate.{name}: {error}") from error
+
+
+def check_fingerprint(source: Source, found: Checkpoint | None) -> str:
+    """The fingerprint of the training data, once all ranks and the checkpoint agree on it.
+
+    Raises:
+        ValueError: on all ranks, when they do not.
+    """
+    own = source.fingerprint()
+    if len(set(gather_objects(own))) > 1:
+        raise ValueError(
+            f"{source.description} differs between the processes' machines; give all the same data"
+        )
+    if found is not None and found.state["data"]["fingerprint"] != own:
+        before = found.state["data"]
+        raise ValueError(
+            f"the training data has changed since {found.path}: {before['description']} held "
+            f"{before['samples']} samples, {source.description} holds {len(source)}, and names, "
+            "sizes or counts differ, so the order of samples cannot go on; restore the data, or "
+            "start a new run with run=..."
+        )
+    return own
+
+
+def starting_model(
+    config: Config, source: Source, found: Checkpoint | None, device: torch.device
+) -> Pretrained:
+    """The model on its device with its tokenizer: the checkpoint's, or new and seeded."""
+    if found is not None:
+        return load(found.model, device=device)
+    tokenizer = _new_tokenizer(config, source)
+    torch.manual_seed(config.seed)
+    return Pretrained(
+        model=build_model(config.model).to(device),
+        transform=ImageTransform(config.model.image.image_size, config.model.preprocess),
+        tokenizer=tokenizer,
+        config=config.model,
+    )
+
+
+def _new_tokenizer(config: Config, source: Source) -> Tokenizer:
+    """Built on rank 0; the others read what it saved."""
+    with tempfile.TemporaryDirectory() as folder:
+
+        def build() -> tuple[dict, dict[str, bytes]]:
+            tokenizer = _build_tokenizer(config, source)
+            tokenizer.save(Path(folder))
+            return tokenizer.settings(), {p.name: p.read_bytes() for p in Path(folder).iterdir()}
+
+        settings, files = on_main(build)
+        for name, content in files.items():
+            (Path(folder) / name).write_bytes(content)
+        return Tokenizer.load(Path(folder), settings)
+
+
+def _build_tokenizer(whole: Config, source: Source) -> Tokenizer:
+    text = whole.model.text
+    ours = isinstance(text, config.TransformerText)
+    return build_tokenizer(
+        whole.model.tokenizer,
+        context_length=text.context_length,
+        fixed_length=ours and text.fixed_length,
+        vocab_size=text.vocab_size if ours else None,
+        captions=_training_texts(source, whole.data.templates),
+    )
+
+
+def _training_texts(source: Source, templates: list[str]) -> Iterator[str]:
+    """Captions in their templates, of an even sample of the data."""
+    stride = max(1, len(source) // _TOKENIZER_SAMPLES)
+    for index in range(0, len(source), stride):
+        try:
+            captions = source.read(index).captions
+        except BadSample:
+            continue
+        for number, caption in enumerate(captions):
+            yield templates[(index + number) % len(templates)].replace("{}", caption)

@@ -1,0 +1,142 @@
+"""One training step: forward, loss, backward, clip, update."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from multimodal.data.batch import Batch
+from multimodal.distributed import all_reduce_sum, gather_objects, rank, world_size
+from multimodal.models.two_tower import Features
+from multimodal.weights.pretrained import Pretrained
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step did, the same on all ranks."""
+
+    loss: float
+    """Over the global batch."""
+    grad_norm: float
+    """Over all parameters, before clipping."""
+    logit_scale: float
+    """The factor that this step's loss used."""
+    logit_bias: float | None
+    skipped: int
+    """Unreadable samples that others stood in for."""
+
+
+def train_step(
+    model: nn.Module,
+    loss: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Batch,
+    *,
+    accelerator: Accelerator,
+    step: int,
+    seed: int,
+    lr: float,
+    clip_grad_norm: float | None,
+) -> StepResult:
+    """Train on one batch.
+
+    Args:
+        model: a TwoTower as Accelerate prepared it.
+        batch: this rank's rows, on its device.
+        step: finished steps before this one.
+        clip_grad_norm: largest norm of the gradient; None leaves it.
+
+    Raises:
+        FloatingPointError: on all ranks and before the update, when the loss or the gradient of
+            any rank is not finite.
+    """
+    torch.manual_seed(random_state(seed, step, rank()))
+    features = model(batch.images, batch.tokens, batch.lengths)
+    value = loss(*features)
+    accelerator.backward(value)
+    norm = torch.nn.utils.get_total_norm(
+        [p.grad for p in model.parameters() if p.grad is not None], error_if_nonfinite=False
+    )
+    result, finite = _agree(value, norm, features, len(batch.skipped))
+    if not finite:
+        raise FloatingPointError(_describe(step, result, batch, features))
+    if clip_grad_norm is not None:
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), clip_grad_norm, norm)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    accelerator.unwrap_model(model).temperature.clamp_()
+    return result
+
+
+def rehearse(
+    model: nn.Module, loss: nn.Module, pretrained: Pretrained, *, accelerator: Accelerator
+) -> None:
+    """One backward pass for nothing, after which gradients are summed in the same order for good.
+
+    DDP lays its buckets out anew after its first backward pass, and with more than two ranks the
+    place in a bucket decides the order of a sum, hence its last bit. Without this, the first step
+    of a resumed run would differ from the same step of an uninterrupted one.
+    """
+    if world_size() == 1:
+        return
+    size = pretrained.transform.size
+    tokens, lengths = pretrained.tokenizer.encode(["a", "b"])
+    images = torch.zeros(2, 3, size, size, dtype=torch.uint8)
+    batch = (x.to(accelerator.device) for x in (images, tokens, lengths))
+    kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    accelerator.backward(loss(*model(*batch)))
+    model.zero_grad(set_to_none=True)
+    for buffer, before in kept:
+        buffer.copy_(before)
+
+
+def random_state(seed: int, step: int, rank: int, micro_batch: int = 0) -> int:
+    """Seed of all random numbers of a forward pass, so that it can be repeated exactly.
+
+    Dropout, patch dropout and drop path follow from it, hence a resumed run needs no saved state.
+    """
+    text = f"{seed} {step} {rank} {micro_batch}"
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
+
+
+def _agree(loss: Tensor, norm: Tensor, features: Features, skipped: int) -> tuple[StepResult, bool]:
+    """Bring the numbers of all ranks together with one reduction and one wait for the device."""
+    loss, norm = loss.detach().float(), norm.detach().float()
+    broken = ~(loss.isfinite() & norm.isfinite())
+    total = all_reduce_sum(torch.stack([loss, broken.float(), torch.full_like(loss, skipped)]))
+    own = [norm, features.logit_scale]
+    if features.logit_bias is not None:
+        own.append(features.logit_bias)
+    mean, broken_ranks, all_skipped, norm_, scale, *bias = torch.cat(
+        [total, torch.stack(own).detach()]
+    ).tolist()
+    result = StepResult(
+        loss=mean / world_size(),
+        grad_norm=norm_,
+        logit_scale=scale,
+        logit_bias=bias[0] if bias else None,
+        skipped=int(all_skipped),
+    )
+    return result, broken_ranks == 0
+
+
+def _describe(step: int, result: StepResult, batch: Batch, features: Features) -> str:
+    """Name the samples whose embeddings are broken, or all of them if none is."""
+    broken = ~(features.image.isfinite().all(1) & features.text.isfinite().all(1))
+    own = [key for key, bad in zip(batch.keys, broken.tolist(), strict=True) if bad]
+    suspects = [key for keys in gather_objects(own) for key in keys]
+    label = "samples with broken embeddings" if suspects else "samples of the step"
+    keys = suspects or [key for keys in gather_objects(batch.keys) for key in keys]
+    more = f" and {len(keys) - 8} more" if len(keys) > 8 else ""
+    return (
+        f"step {step + 1}: loss {result.loss} and gradient norm {result.grad_norm} must be "
+        f"finite; stopped before the update, so the last checkpoint is sound. "
+        f"{label}: {', '.join(keys[:8])}{more}. Look at them, lower optim.lr, or lengthen "
+        "optim.warmup, then run the same command again"
+    )

@@ -1,0 +1,171 @@
+"""A step: exact over ranks, repeatable, and safe against numbers that are not finite."""
+
+import math
+
+import pytest
+import torch
+from accelerate import Accelerator
+from tools import RANDOM, TINY, on_ranks
+from torch import nn
+
+from multimodal.config import Model, Optim
+from multimodal.config_io import check, merge, parse_override
+from multimodal.data.batch import Batch
+from multimodal.distributed import rank, world_size
+from multimodal.losses import ContrastiveLoss, SigmoidLoss
+from multimodal.models.build import build_model
+from multimodal.train.optim import build_optimizer
+from multimodal.train.step import random_state, train_step
+
+PAIRS = 8
+
+
+def tiny_model(*overrides):
+    tree = TINY
+    for override in overrides:
+        tree = merge(tree, parse_override(override))
+    torch.manual_seed(1)
+    return build_model(check(tree["model"], Model)).train()
+
+
+def whole_batch(broken_key=None):
+    """Floating pixels, so that one of them can be NaN."""
+    generator = torch.Generator().manual_seed(2)
+    images = torch.randn(PAIRS, 3, 16, 16, generator=generator)
+    tokens = torch.randint(0, 300, (PAIRS, 8), generator=generator)
+    keys = [f"k{i}" for i in range(PAIRS)]
+    if broken_key is not None:
+        images[keys.index(broken_key), 1, 2, 3] = math.nan
+    return Batch(images, tokens, torch.full((PAIRS,), 5), keys, torch.arange(PAIRS), keys)
+
+
+def own_part(batch):
+    rows = PAIRS // world_size()
+    part = slice(rank() * rows, (rank() + 1) * rows)
+    tensors = (batch.images[part], batch.tokens[part], batch.lengths[part], batch.keys[part])
+    return Batch(*tensors, batch.positions[part], batch.captions[part])
+
+
+def steps(count, *, overrides=(), loss=None, batch=None, clip=1.0, lr=1e-3, first=0):
+    """Train a tiny model for some steps; the results and the weights."""
+    accelerator = Accelerator(cpu=True)
+    model = tiny_model(*overrides)
+    optimizer = build_optimizer(model, Optim())
+    prepared = accelerator.prepare_model(model)
+    loss, batch = loss or ContrastiveLoss(), own_part(batch or whole_batch())
+    results = [
+        train_step(
+            prepared,
+            loss,
+            optimizer,
+            batch,
+            accelerator=accelerator,
+            step=first + step,
+            seed=3,
+            lr=lr,
+            clip_grad_norm=clip,
+        )
+        for step in range(count)
+    ]
+    return results, {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def steps_on_rank(name):
+    loss = {"contrastive": ContrastiveLoss(), "sigmoid": SigmoidLoss()}[name]
+    return steps(4, loss=loss, overrides=("model.logit_bias=-5.0",))
+
+
+@pytest.mark.parametrize("name", ["contrastive", "sigmoid"])
+def test_two_ranks_train_like_one(name):
+    expected, weights = steps_on_rank(name)
+    for results, own_weights in on_ranks(2, steps_on_rank, name):
+        for ours, theirs in zip(results, expected, strict=True):
+            assert ours.loss == pytest.approx(theirs.loss, rel=1e-5)
+            assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-4)
+            assert ours.logit_scale == pytest.approx(theirs.logit_scale, rel=1e-6)
+        for key, tensor in weights.items():
+            # Adam turns a gradient's rounding into part of a step where the gradient is near 0.
+            torch.testing.assert_close(own_weights[key], tensor, rtol=1e-3, atol=3e-5)
+
+
+def test_a_step_can_be_repeated_with_everything_random():
+    model = [override for override in RANDOM if override.startswith("model")]
+    first, weights = steps(3, overrides=model)
+    torch.rand(17)
+    second, again = steps(3, overrides=model)
+    assert first == second and all(weights[name].equal(again[name]) for name in weights)
+    later, _ = steps(3, overrides=model, first=1)
+    assert later[0].loss != first[0].loss
+
+
+def test_each_step_rank_and_micro_batch_has_its_own_random_state():
+    states = {
+        random_state(seed, step, rank, part)
+        for seed in range(3)
+        for step in range(13)
+        for rank in range(5)
+        for part in range(2)
+    }
+    assert len(states) == 3 * 13 * 5 * 2 and all(0 <= state < 2**63 for state in states)
+
+
+def untouched(error_batch=None, loss=None):
+    """What a step that must fail says, and whether weights and optimiser are as before."""
+    accelerator = Accelerator(cpu=True)
+    model = tiny_model()
+    optimizer = build_optimizer(model, Optim())
+    prepared = accelerator.prepare_model(model)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(FloatingPointError) as error:
+        train_step(
+            prepared,
+            loss or ContrastiveLoss(),
+            optimizer,
+            own_part(error_batch or whole_batch()),
+            accelerator=accelerator,
+            step=6,
+            seed=3,
+            lr=0.1,
+            clip_grad_norm=1.0,
+        )
+    same = all(tensor.equal(before[name]) for name, tensor in model.state_dict().items())
+    return str(error.value), same and not optimizer.state
+
+
+def nan_on_one_rank():
+    return untouched(error_batch=whole_batch(broken_key="k6"))
+
+
+def test_a_nan_pixel_on_one_rank_stops_all_before_the_update():
+    for message, same in [nan_on_one_rank(), *on_ranks(2, nan_on_one_rank)]:
+        assert same
+        assert message.startswith("step 7: loss nan")
+        assert "samples with broken embeddings: k6." in message
+
+
+class InfiniteGradient(nn.Module):
+    def forward(self, image, text, scale, bias):
+        return (scale - scale.detach()).sqrt() + 0 * (image.sum() + text.sum())
+
+
+def test_an_infinite_gradient_with_a_finite_loss_stops_before_the_update():
+    message, same = untouched(loss=InfiniteGradient())
+    assert same
+    assert "loss 0.0 and gradient norm" in message and "samples of the step: k0, k1" in message
+
+
+def test_the_gradient_is_clipped_after_it_is_measured():
+    free, _ = steps(1, clip=None)
+    clipped, _ = steps(1, clip=1e-3)
+    assert free == clipped
+    # With clipping far below AdamW's eps the update shrinks with the gradient.
+    _, moved = steps(1, clip=1e-9)
+    start = tiny_model().state_dict()
+    name = "image_projection.weight"
+    decayed = start[name] * (1 - 1e-3 * Optim().weight_decay)
+    torch.testing.assert_close(moved[name], decayed, rtol=0, atol=1e-6)
+
+
+def test_the_scale_stays_within_its_limits():
+    _, weights = steps(3, lr=5.0)
+    assert 0 <= weights["temperature.logit_scale"].item() <= math.log(100) + 1e-6
