@@ -114,6 +114,7 @@ def export(
         complete=False,
     )
     if on_main(lambda: _prepare(out, manifest)):
+        log.info("%s is complete already", out)
         return read_manifest(out)
     for number in range(rank(), manifest.part_count(), world_size()):
         indices = range(number * rows_per_part, min((number + 1) * rows_per_part, len(source)))
@@ -293,6 +294,7 @@ def _finish(out: Path, manifest: Manifest) -> Manifest:
         reasons = Counter(entry.reason for entry in skipped)
         log.warning("%d samples were left out: %s", len(skipped), dict(reasons))
     write_record(out / MANIFEST_FILE, complete)
+    log.info("%s is complete: %d rows", out, complete.rows())
     return complete
 
 

@@ -5,14 +5,15 @@ as high as its best right one, and a right score of NaN is no rank at all, so a 
 one that returns NaN get about 0. (Counting strictly higher scores gives both of them 100 %.) Which
 candidates are right is a matter of labels, never of scores: pictures that share a caption, and
 captions of equal text, are equally right.
-"""
 
-from __future__ import annotations
+Legend: Q queries, M candidates, D embedding size, N samples, C classes.
+"""
 
 from collections.abc import Sequence, Set
 from typing import NamedTuple
 
 import torch
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 BLOCK_SCORES = 2**24
@@ -24,15 +25,15 @@ UNRANKED = torch.iinfo(torch.int64).max
 class Ranks(NamedTuple):
     """One entry for each query."""
 
-    rank: Tensor
-    """int64 [Q]. Wrong candidates that score at least as high as the best right one; 0 is best."""
-    right: Tensor
-    """int64 [Q]. Number of right candidates."""
+    rank: Int64[Tensor, "Q"]
+    """Wrong candidates that score at least as high as the best right one; 0 is best."""
+    right: Int64[Tensor, "Q"]
+    """Number of right candidates."""
 
 
 def rank_candidates(
-    queries: Tensor,
-    candidates: Tensor,
+    queries: Float[Tensor, "Q D"],
+    candidates: Float[Tensor, "M D"],
     query_labels: Sequence[Set[int]],
     candidate_labels: Sequence[Set[int]],
     *,
@@ -41,13 +42,13 @@ def rank_candidates(
     """Rank candidates for each query by inner product.
 
     A candidate is right for a query when they share a label. Scores are made in blocks of whole
-    rows, at most `block_scores` of them at once (or one row), whatever Q and C are.
+    rows, at most `block_scores` of them at once (or one row), whatever Q and M are.
 
     Args:
-        queries: float [Q, D].
-        candidates: float [C, D], on the same device.
+        queries: on any device.
+        candidates: on the same device.
         query_labels: Q sets of labels.
-        candidate_labels: C sets of labels.
+        candidate_labels: M sets of labels.
         block_scores: largest number of scores in memory.
 
     Returns:
@@ -70,7 +71,7 @@ def rank_candidates(
     return Ranks(torch.cat([b.rank for b in blocks]), torch.cat([b.right for b in blocks]))
 
 
-def _rank_block(scores: Tensor, is_right: Tensor) -> Ranks:
+def _rank_block(scores: Float[Tensor, "Q M"], is_right: Bool[Tensor, "Q M"]) -> Ranks:
     scores = torch.where(scores.isnan(), -torch.inf, scores)
     best = scores.masked_fill(~is_right, -torch.inf).amax(dim=1, keepdim=True)
     rank = ((scores >= best) & ~is_right).sum(dim=1)
@@ -95,25 +96,24 @@ def recall_chance(ranks: Ranks, candidates: int, k: int) -> float | None:
     return _mean(1 - miss)
 
 
-def class_ranks(scores: Tensor, labels: Tensor) -> Tensor:
+def class_ranks(scores: Float[Tensor, "N C"], labels: Int64[Tensor, "N"]) -> Int64[Tensor, "N"]:
     """Wrong classes that score at least as high as the right one, as in `Ranks.rank`.
 
     Args:
-        scores: float [N, C].
-        labels: int64 [N], the right class of each row.
-
-    Returns:
-        int64 [N].
+        scores: of each sample for each class.
+        labels: the right classes.
     """
     return _rank_block(scores, torch.nn.functional.one_hot(labels, scores.shape[1]).bool()).rank
 
 
-def accuracy(ranks: Tensor, labels: Tensor, classes: int) -> dict[str, float | int | None]:
+def accuracy(
+    ranks: Int64[Tensor, "N"], labels: Int64[Tensor, "N"], classes: int
+) -> dict[str, float | int | None]:
     """Accuracy of a classifier.
 
     Args:
-        ranks: int64 [N] from `class_ranks`.
-        labels: int64 [N], the right classes.
+        ranks: what `class_ranks` gave.
+        labels: the right classes.
         classes: number of classes C.
 
     Returns:

@@ -86,7 +86,7 @@ def _encode_pictures(
             captions += [batch.captions[i] for i in usable]
             skipped += len(batch.skipped) + len(batch.keys) - len(usable)
     captions = gather_list(captions)
-    skipped = sum(gather_list([skipped]))
+    skipped = sum(gather_list([skipped])) + sum(source.problems.values())
     if not captions:
         raise ValueError(
             f"{source.description}: none of {len(source)} samples has a readable picture and a "

@@ -24,7 +24,8 @@ def evaluate_zero_shot(
     """Accuracy of the class names, the same on every rank.
 
     Returns:
-        The figures of `metrics.accuracy`, and `skipped`, the number of unreadable samples.
+        The figures of `metrics.accuracy`, and `skipped`, the number of samples that could
+        not be used.
 
     Raises:
         ValueError: when a sample's label is not one of the classes, a class is there twice, or no
@@ -52,7 +53,8 @@ def evaluate_zero_shot(
             f"{source.description}: none of {len(source)} samples can be read; check the source"
         )
     result = accuracy(torch.tensor(gather_list(ranks)), torch.tensor(labels), len(classes))
-    return {**result, "skipped": sum(gather_list([skipped]))}
+    skipped = sum(gather_list([skipped])) + sum(source.problems.values())
+    return {**result, "skipped": skipped}
 
 
 def _class_embeddings(pretrained: Pretrained, section: config.ZeroShot) -> Tensor:

@@ -1,18 +1,17 @@
 """A model in use: pictures and texts in, unit vectors and probabilities out.
 
-Legend: N pictures or texts, C classes, D embedding size.
+Legend: N pictures or texts, C classes, D embedding size, S image size, B batch, L tokens.
 """
-
-from __future__ import annotations
 
 import hashlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from jaxtyping import Float32, Int64, UInt8
 from PIL import Image
 from torch import Tensor
 
@@ -39,7 +38,7 @@ class Pretrained:
     evaluation mode without gradients, and leave the mode of every module as it was.
     """
 
-    model: TwoTower
+    model: TwoTower = field(repr=False)
     transform: ImageTransform
     tokenizer: Tokenizer
     config: config.Model
@@ -49,7 +48,9 @@ class Pretrained:
         """Where the model's weights are."""
         return self.model.temperature.logit_scale.device
 
-    def encode_image(self, images: Sequence[Picture], batch_size: int = 64) -> Tensor:
+    def encode_image(
+        self, images: Sequence[Picture], batch_size: int = 64
+    ) -> Float32[Tensor, "N D"]:
         """Embed pictures.
 
         Args:
@@ -57,7 +58,7 @@ class Pretrained:
             batch_size: pictures encoded at once.
 
         Returns:
-            float32 [N, D] on the CPU, unit length.
+            Unit vectors on the CPU.
 
         Raises:
             ValueError: when one cannot be read, naming it.
@@ -72,11 +73,11 @@ class Pretrained:
 
     def encode_source(
         self, source: Source, indices: Sequence[int], *, batch_size: int, workers: int
-    ) -> Iterator[tuple[EvalBatch, Tensor]]:
+    ) -> Iterator[tuple[EvalBatch, Float32[Tensor, "n D"]]]:
         """Embed the pictures of a source.
 
         Yields:
-            Batches in the order of `indices`, each with float32 [n, D] on the CPU for the samples
+            Batches in the order of `indices`, each with unit vectors on the CPU for the samples
             that could be read; the others are in its `skipped`.
         """
         loader = eval_loader(
@@ -92,11 +93,11 @@ class Pretrained:
                 features[:] = self._embed_pixels(batch.images)
             yield batch, features
 
-    def encode_text(self, texts: Sequence[str], batch_size: int = 256) -> Tensor:
+    def encode_text(self, texts: Sequence[str], batch_size: int = 256) -> Float32[Tensor, "N D"]:
         """Embed texts, those of similar length together.
 
         Returns:
-            float32 [N, D] on the CPU, unit length.
+            Unit vectors on the CPU.
         """
         texts = _listed(texts, "texts", str)
         features = torch.empty(len(texts), self.model.embed_dim)
@@ -111,7 +112,7 @@ class Pretrained:
 
     def class_embeddings(
         self, labels: Sequence[str], templates: Sequence[str] | None = None
-    ) -> Tensor:
+    ) -> Float32[Tensor, "C D"]:
         """One vector for each class: the mean over its prompts' vectors, at unit length.
 
         Args:
@@ -120,7 +121,7 @@ class Pretrained:
                 "a photo of {}.".
 
         Returns:
-            float32 [C, D] on the CPU.
+            Unit vectors on the CPU.
 
         Raises:
             ValueError: without labels or templates, when a label is there twice, or when a template
@@ -144,7 +145,7 @@ class Pretrained:
         images: Sequence[Picture],
         labels: Sequence[str],
         templates: Sequence[str] | None = None,
-    ) -> Tensor:
+    ) -> Float32[Tensor, "N C"]:
         """Probabilities of class names for pictures.
 
         The softmax over the labels of logit_scale * cosine, so each row sums to 1 and depends on
@@ -152,7 +153,7 @@ class Pretrained:
         `logit_bias` is the same for all labels and cancels.
 
         Returns:
-            float32 [N, C] on the CPU.
+            Probabilities on the CPU.
         """
         classes = self.class_embeddings(labels, templates)
         return (self.logit_scale() * self.encode_image(images) @ classes.T).softmax(dim=-1)
@@ -175,7 +176,7 @@ class Pretrained:
             digest.update(flat.view(torch.uint8).numpy())
         return digest.hexdigest()
 
-    def _pixels(self, image: Picture, index: int) -> Tensor:
+    def _pixels(self, image: Picture, index: int) -> UInt8[Tensor, "3 S S"]:
         try:
             if isinstance(image, Image.Image):
                 return self.transform.apply(from_pil(image))
@@ -184,11 +185,13 @@ class Pretrained:
             name = image if isinstance(image, str | Path) else f"<{type(image).__name__}>"
             raise ValueError(f"image {index} ({name}) cannot be used: {error}") from error
 
-    def _embed_pixels(self, images: Tensor) -> Tensor:
+    def _embed_pixels(self, images: UInt8[Tensor, "B 3 S S"]) -> Float32[Tensor, "B D"]:
         with _inference(self.model):
             return self.model.encode_image(images.to(self.device)).float().cpu()
 
-    def _embed_tokens(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+    def _embed_tokens(
+        self, tokens: Int64[Tensor, "B L"], lengths: Int64[Tensor, "B"]
+    ) -> Float32[Tensor, "B D"]:
         with _inference(self.model):
             features = self.model.encode_text(tokens.to(self.device), lengths.to(self.device))
             return features.float().cpu()
