@@ -211,3 +211,13 @@ def test_stochastic_depth_grows_from_zero_to_the_rate_of_the_last_block():
     rates = [block.attn.drop_path.drop_prob for block in tower.encoder.blocks]
     assert rates == pytest.approx([0, 0.05, 0.1, 0.15, 0.2])
     assert rates == [block.mlp.drop_path.drop_prob for block in tower.encoder.blocks]
+
+
+def test_dropout_acts_on_every_branch_in_training_only():
+    tower = make(dropout=0.3)
+    rates = {b.dropout.p for block in tower.encoder.blocks for b in (block.attn, block.mlp)}
+    assert rates == {0.3}
+    images = torch.randn(2, 3, 20, 20)
+    assert torch.equal(tower(images), tower(images))
+    tower.train()
+    assert not torch.equal(tower(images), tower(images))
