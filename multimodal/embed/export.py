@@ -40,11 +40,11 @@ from multimodal.embed.format import (
     vector_file,
     write_record,
 )
+from multimodal.embed.metadata import metadata_table, plain_text
 from multimodal.weights.pretrained import Pretrained
 from multimodal.weights.save import replace_file
 
 log = logging.getLogger(__name__)
-_OWN_COLUMNS = ("image_path", "caption", "key", "place", "similarity")
 _SAME_TO_RESUME = (
     "model_fingerprint",
     "source_fingerprint",
@@ -202,54 +202,18 @@ def _encode(
         None if caption is None else value
         for caption, value in zip(captions, (image * text).sum(dim=1).tolist(), strict=True)
     ]
-    own = {
-        "image_path": _column(keys),
-        "caption": _column([caption or "" for caption in captions]),
-        "key": _column(keys),
-        "place": _column(places),
-        "similarity": pa.array(similarity, pa.float32()),
-    }
-    table = pa.table({**own, **_columns(metas)})
+    table = metadata_table(keys, places, captions, similarity, metas)
     return _Rows(image.numpy().astype(dtype), text.numpy().astype(dtype), table, skipped)
-
-
-def _columns(metas: list[dict[str, Scalar]]) -> dict[str, pa.Array]:
-    """Metadata by column, null where a sample lacks it."""
-    fields = sorted({field for meta in metas for field in meta})
-    return {
-        f"meta_{field}" if field in _OWN_COLUMNS else field: _column(
-            [meta.get(field) for meta in metas]
-        )
-        for field in fields
-    }
-
-
-def _column(values: list) -> pa.Array:
-    """Values as they are where Arrow has one type for them, else as text."""
-    kinds = {type(value) for value in values if value is not None}
-    if kinds == {int, float}:
-        return pa.array(values, pa.float64())
-    try:
-        if kinds == {str} or len(kinds) > 1:
-            return pa.array([None if v is None else _text(v) for v in values], pa.string())
-        return pa.array(values)
-    except OverflowError:  # JSON has integers of any size
-        return pa.array([None if v is None else str(v) for v in values], pa.string())
 
 
 def _skipped(skip: Skip) -> Skipped:
     return Skipped(
         index=skip.index,
-        key=_text(skip.key),
-        place=_text(skip.place),
-        reason=_text(skip.reason),
-        detail=_text(skip.detail),
+        key=plain_text(skip.key),
+        place=plain_text(skip.place),
+        reason=plain_text(skip.reason),
+        detail=plain_text(skip.detail),
     )
-
-
-def _text(value: Scalar) -> str:
-    """Text that Arrow takes: a file name that is not UTF-8 holds lone surrogates."""
-    return str(value).encode("utf-8", "replace").decode("utf-8")
 
 
 def _write_part(out: Path, name: str, rows: _Rows) -> None:

@@ -1,6 +1,8 @@
 """Embedding folders: other programs read them, and no crash or number of ranks changes them."""
 
 import json
+import os
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -221,6 +223,17 @@ def test_a_wrong_manifest_is_named(tmp_path):
     (tmp_path / "manifest.json").write_text(json.dumps(fields | {"version": 2}))
     with pytest.raises(ValueError, match="version: Input should be 1"):
         read_manifest(tmp_path)
+
+
+def test_a_file_name_that_is_not_utf8_does_no_harm(tmp_path):
+    for name in (b"\xe9.png", b"\xe8.png"):
+        picture(0).save(os.fsdecode(os.path.join(os.fsencode(tmp_path), name)))
+    damaged = os.fsdecode(os.path.join(os.fsencode(tmp_path), b"\xe9.png"))
+    Path(damaged).write_bytes(b"no picture")
+    run(tmp_path, tmp_path / "out")
+    assert pd.read_parquet(tmp_path / "out" / "errors.parquet")["key"].tolist() == ["?.png"]
+    metadata = tmp_path / "out" / "metadata" / "metadata_00000.parquet"
+    assert pd.read_parquet(metadata)["key"].tolist() == ["?.png"]
 
 
 @pytest.mark.slow
