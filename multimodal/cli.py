@@ -10,6 +10,8 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -146,7 +148,7 @@ def embed(
     dtype: Annotated[
         Literal["float16", "float32"], typer.Option(help="Number format of the vectors.")
     ] = "float16",
-    rows_per_part: Annotated[int, typer.Option(help="Rows of each file.", min=1)] = 100_000,
+    rows_per_part: Annotated[int, typer.Option(help="Rows of each file.", min=1)] = 10_000,
     device: Device = "auto",
     batch_size: BatchSize = 64,
     workers: Workers = 0,
@@ -156,16 +158,19 @@ def embed(
     from multimodal.embed.export import export
     from multimodal.weights.load import load
 
-    export(
-        load(model, device=device),
-        source_from_path(data),
-        out,
-        model_path=model,
-        dtype=dtype,
-        rows_per_part=rows_per_part,
-        batch_size=batch_size,
-        workers=workers,
-    )
+    source = source_from_path(data)
+    with _progress("embed", len(source)) as advance:
+        export(
+            load(model, device=device),
+            source,
+            out,
+            model_path=model,
+            dtype=dtype,
+            rows_per_part=rows_per_part,
+            batch_size=batch_size,
+            workers=workers,
+            progress=advance,
+        )
 
 
 @app.command(epilog=_verbatim('Example:\n  multimodal search embeddings/ "a slice of pizza"'))
@@ -209,12 +214,26 @@ def pack(
     if source == "demo:openmoji":
         from multimodal.data.demo import pack_openmoji
 
-        pack_openmoji(out)
+        with _progress("draw", None) as advance:
+            pack_openmoji(out, progress=advance)
         return
     from multimodal.data.build import source_from_path
     from multimodal.data.pack import pack as write
 
-    write(source_from_path(source), out, samples_per_shard=samples_per_shard)
+    opened = source_from_path(source)
+    with _progress("pack", len(opened)) as advance:
+        write(opened, out, samples_per_shard=samples_per_shard, progress=advance)
+
+
+@contextmanager
+def _progress(name: str, total: int | None) -> Iterator[Callable[[int], None]]:
+    """A bar on a terminal; yields what moves it by a number of samples."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(name, total=total)
+        yield lambda count: bar.advance(task, count)
 
 
 def main() -> None:

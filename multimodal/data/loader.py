@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from multimodal import config
 from multimodal.data.batch import Batch, EvalBatch, Skip
@@ -135,17 +135,21 @@ class _TrainSteps(Dataset):
         positions = step_positions(
             step, batch_size=self._batch_size, rank=self._rank, world_size=self._world_size
         )
-        size = self._transform.size
-        images = torch.empty(len(positions), 3, size, size, dtype=torch.uint8)
-        keys, captions, skipped = [], [], []
-        for row, position in enumerate(positions):
+        images, keys, captions, skipped = [], [], [], []
+        for position in positions:
             sample, pixels, caption = self._usable(position, skipped)
-            images[row] = pixels
+            images.append(pixels)
             keys.append(sample.key)
             captions.append(caption)
         texts = self._tokenizer.encode(captions)
         return Batch(
-            images, texts.tokens, texts.lengths, keys, torch.tensor(positions), captions, skipped
+            images=_stacked(images),
+            tokens=texts.tokens,
+            lengths=texts.lengths,
+            keys=keys,
+            positions=torch.tensor(positions),
+            captions=captions,
+            skipped=skipped,
         )
 
     def _usable(self, position: int, skipped: list[Skip]) -> tuple[Sample, Tensor, str]:
@@ -161,7 +165,8 @@ class _TrainSteps(Dataset):
                 return self._prepared(index, epoch, position)
             except BadSample as error:
                 failures.append(_skip(self._source, index, error, position))
-                skipped += failures if len(failures) == 1 else []
+                if batches_later == 0:
+                    skipped += failures
         raise ValueError(
             f"{self._source.description}: {_BAD_IN_A_ROW} samples in a row cannot be used, from "
             f"position {position} on; the first: {failures[0]}; the last: {failures[-1]}"
@@ -202,19 +207,19 @@ class _EvalBatches(Dataset):
     def __getitem__(self, number: int) -> EvalBatch:
         start = number * self._batch_size
         size = self._transform.size
-        samples, pixels, indices, skipped = [], [], [], []
+        samples, images, indices, skipped = [], [], [], []
         for index in self._indices[start : start + self._batch_size]:
             try:
                 sample = self._source.read(index)
-                pixels.append(_pixels(sample, self._transform))
+                images.append(_pixels(sample, self._transform))
             except BadSample as error:
                 skipped.append(_skip(self._source, index, error))
                 continue
             samples.append(sample)
             indices.append(int(index))
-        images = torch.stack(pixels) if pixels else torch.empty(0, 3, size, size, dtype=torch.uint8)
+        nothing = torch.empty(0, 3, size, size, dtype=torch.uint8)
         return EvalBatch(
-            images=images.contiguous(),
+            images=_stacked(images) if images else nothing,
             keys=[sample.key for sample in samples],
             captions=[sample.captions for sample in samples],
             metas=[sample.meta for sample in samples],
@@ -228,6 +233,11 @@ def _pixels(sample: Sample, transform: ImageTransform, seed: int | None = None) 
         return transform(sample.image or b"", seed)
     except BadSample as error:
         raise BadSample(error.reason, sample.key, error.detail) from error
+
+
+def _stacked(images: list[Tensor]) -> Tensor:
+    """Stack pictures; in a worker, straight into the memory that it shares with its parent."""
+    return default_collate(images)
 
 
 def _skip(source: Source, index: int, error: BadSample, position: int = -1) -> Skip:

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from multimodal.data.source import NO_CAPTION, BadSample, Sample, Source
+from multimodal.files import write_atomically
 
 SAMPLES_PER_SHARD = 10_000
 _STATE = "pack.json"
@@ -92,7 +93,9 @@ def pack(
     if not sum(state.samples):
         raise ValueError(f"{source.description}: no sample can be packed: {state.skipped}")
     state.complete = True
-    _write_file(out / "README.md", _card(state).encode())
+    write_atomically(
+        out / "README.md", lambda path: path.write_text(_card(state), encoding="utf-8")
+    )
     _save_state(out, state)
     return state
 
@@ -193,16 +196,8 @@ def _extension(image: bytes, key: str) -> str:
 
 
 def _save_state(out: Path, state: Packed) -> None:
-    _write_file(out / _STATE, json.dumps(asdict(state), indent=1).encode())
-
-
-def _write_file(path: Path, content: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.part")
-    with open(temporary, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    text = json.dumps(asdict(state), indent=1)
+    write_atomically(out / _STATE, lambda path: path.write_text(text, encoding="utf-8"))
 
 
 def _card(state: Packed) -> str:

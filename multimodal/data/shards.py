@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import logging
 import os
+import time
 from bisect import bisect_right
 from collections import Counter, OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -19,8 +22,20 @@ from typing import Any
 from braceexpand import braceexpand
 
 from multimodal.data.source import BadSample, Sample, parse_sidecars, report_problems
-from multimodal.data.tar_index import IMAGE, LABEL, RECORD, TEXT, load_index
+from multimodal.data.tar_index import (
+    IMAGE,
+    LABEL,
+    RECORD,
+    TEXT,
+    Summary,
+    load_index,
+    summarize,
+)
 
+log = logging.getLogger(__name__)
+
+_THREADS = 8
+_REPORT_SECONDS = 10
 _OPEN_SHARDS = 256
 """Shards kept open per process; far under the usual limit of 1024 open files."""
 
@@ -77,20 +92,17 @@ class ShardSource:
 
     def __init__(self, path: str):
         self.description = f"shards {path}"
+        named = find_shards(path)
+        found = [shard for shard in named if shard.exists()]
+        summaries = _summarize_all(self.description, found)
         problems: Counter[str] = Counter()
-        self._shards: list[Path] = []
-        self._counts: list[int] = []
-        self._sizes: list[int] = []
-        for shard in find_shards(path):
-            try:
-                index = load_index(shard)
-            except FileNotFoundError:
-                problems["missing shard"] += 1
-                continue
-            problems.update(index.problems)
-            self._shards.append(shard.absolute())
-            self._counts.append(len(index))
-            self._sizes.append(os.path.getsize(shard))
+        for summary in summaries:
+            problems.update(summary.problems)
+        if len(found) < len(named):
+            problems["missing shard"] = len(named) - len(found)
+        self._shards = [shard.absolute() for shard in found]
+        self._counts = [summary.samples for summary in summaries]
+        self._sizes = [summary.size for summary in summaries]
         self._ends = list(accumulate(self._counts))
         self.problems = dict(problems)
         report_problems(self.description, problems)
@@ -113,7 +125,12 @@ class ShardSource:
 
     def read(self, index: int) -> Sample:
         number, local = self._locate(index)
-        shard = self._opened(number)
+        try:
+            return self._read(self._opened(number), local)
+        except OSError as error:
+            raise BadSample("unreadable shard", detail=str(error)) from error
+
+    def _read(self, shard: _OpenShard, local: int) -> Sample:
         key = shard.index.key(local)
         captions, meta = parse_sidecars(
             key,
@@ -140,12 +157,28 @@ class ShardSource:
     def _opened(self, number: int) -> _OpenShard:
         shard = self._open.get(number)
         if shard is None:
-            shard = self._open[number] = _OpenShard(self._shards[number])
+            shard = _OpenShard(self._shards[number])
+            if len(shard.index) != self._counts[number]:
+                raise BadSample("shard changed while in use")
+            self._open[number] = shard
             if len(self._open) > _OPEN_SHARDS:
                 self._open.popitem(last=False)
         else:
             self._open.move_to_end(number)
         return shard
+
+
+def _summarize_all(description: str, shards: list[Path]) -> list[Summary]:
+    """Summaries in order. Threads, since a scan of new shards mostly waits for the disk."""
+    summaries = []
+    last = time.monotonic()
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for summary in pool.map(summarize, shards):
+            summaries.append(summary)
+            if time.monotonic() - last > _REPORT_SECONDS:
+                last = time.monotonic()
+                log.info("%s: indexed %d of %d shards", description, len(summaries), len(shards))
+    return summaries
 
 
 _OTHERS = "jpeg, png, webp, gif, bmp, tif, tiff in any case"

@@ -1,9 +1,7 @@
-"""Where the samples of a tar shard lie, found by reading headers only.
+"""Which samples a tar shard holds and where their parts lie; kept in a file beside the shard.
 
-The formats are ustar, GNU (long names, base-256 numbers) and pax (`path`, `size`), as in
-https://www.gnu.org/software/tar/manual/html_node/Standard.html. A shard is read up to the first
-place that is not sound, and samples whose parts are not all there are left out and counted, so a
-cut or damaged shard can lose samples but never pairs a picture with another sample's text.
+Samples whose parts are not all there, or are there twice, are left out and counted, so a cut or
+damaged shard can lose samples but never pairs a picture with another sample's text.
 """
 
 from __future__ import annotations
@@ -17,31 +15,21 @@ import re
 import secrets
 import zipfile
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from multimodal.data.source import IMAGE_EXTENSIONS, NO_CAPTION, split_name
+from multimodal.data.tar_scan import Member, scan_members
 
-BLOCK = 512
 IMAGE, TEXT, RECORD, LABEL = range(4)
 """Rows of `Index.spans` for one sample."""
 _KINDS = (IMAGE, TEXT, RECORD, LABEL)
 _FIELDS = dict.fromkeys(IMAGE_EXTENSIONS, IMAGE) | {"txt": TEXT, "json": RECORD, "cls": LABEL}
-_LONGEST_EXTENSION_RECORD = 1 << 20
 _VERSION = 1
 log = logging.getLogger(__name__)
-
-
-class Member(NamedTuple):
-    """A regular file in a tar: its bytes are at `[offset, offset + size)`."""
-
-    name: str
-    offset: int
-    size: int
 
 
 @dataclass(frozen=True)
@@ -69,6 +57,34 @@ class Index:
         return self.names[start : self.ends[index]].tobytes().decode()
 
 
+class Summary(NamedTuple):
+    """What a source of many shards keeps of each.
+
+    Attributes:
+        samples: Number of usable samples.
+        problems: What was left out, by reason.
+        size: Bytes of the shard.
+    """
+
+    samples: int
+    problems: dict[str, int]
+    size: int
+
+
+def summarize(shard: Path) -> Summary:
+    """Count a shard's samples, without reading the whole of its stored index.
+
+    Raises:
+        OSError: when the shard cannot be read.
+    """
+    state = os.stat(shard)
+    for place in _places(shard):
+        if (about := _read_about(place, state)) is not None:
+            return Summary(about["samples"], about["problems"], state.st_size)
+    index = load_index(shard)
+    return Summary(len(index), index.problems, state.st_size)
+
+
 def load_index(shard: Path) -> Index:
     """Index of a shard: from the file beside it or in the cache folder, else by a scan.
 
@@ -79,12 +95,11 @@ def load_index(shard: Path) -> Index:
         OSError: when the shard cannot be read.
     """
     state = os.stat(shard)
-    places = [shard.with_name(f"{shard.name}.index.npz"), _cache_place(shard)]
-    for place in places:
+    for place in _places(shard):
         if (index := _read_stored(place, state)) is not None:
             return index
     index = scan(shard)
-    if not any(_store(place, index, state) for place in places):
+    if not any(_store(place, index, state) for place in _places(shard)):
         log.warning("%s: no place to keep its index; it is made anew each time", shard)
     return index
 
@@ -107,98 +122,6 @@ def scan(shard: Path) -> Index:
         spans=spans,
         problems=dict(problems),
     )
-
-
-def scan_members(descriptor: int, problems: Counter[str]) -> list[Member]:
-    """Regular members of an open tar up to its end marker or the first damage."""
-    members: list[Member] = []
-    try:
-        for kind, member in _entries(descriptor):
-            if kind in b"0\x007":
-                members.append(member)
-            elif kind in b"12":
-                problems["link in the shard"] += 1
-            elif kind not in b"5":
-                problems["special file in the shard"] += 1
-    except _Broken as broken:
-        problems[str(broken)] += 1
-    return members
-
-
-class _Broken(Exception):
-    """The archive cannot be followed further."""
-
-
-def _entries(descriptor: int) -> Iterator[tuple[int, Member]]:
-    """Type and place of every member, with the names and sizes that extension records give."""
-    total = os.fstat(descriptor).st_size
-    offset = 0
-    override: dict[str, str] = {}
-    while (header := _header_at(descriptor, offset, total)) is not None:
-        kind, name, size = header
-        size = int(override.get("size", size))
-        start = offset + BLOCK
-        if start + size > total:
-            raise _Broken("truncated shard")
-        offset = start + -(-size // BLOCK) * BLOCK
-        if kind in b"xL":
-            data = os.pread(descriptor, min(size, _LONGEST_EXTENSION_RECORD), start)
-            override |= _extension_record(kind, data)
-        elif kind not in b"gK":
-            sparse = any(key.startswith("GNU.sparse") for key in override)
-            yield ord("S") if sparse else kind, Member(override.get("path", name), start, size)
-            override = {}
-
-
-def _header_at(descriptor: int, offset: int, total: int) -> tuple[int, str, int] | None:
-    """Type, name and size from a header block; None at the end marker, a block of zeros."""
-    header = os.pread(descriptor, BLOCK, offset)
-    if len(header) < BLOCK:
-        raise _Broken("truncated shard" if total else "empty shard")
-    if header.count(0) == BLOCK:
-        return None
-    try:
-        stored = _number(header[148:156])
-        size = _number(header[124:136])
-    except ValueError:
-        stored = size = -1
-    # The checksum counts its own eight bytes as spaces; some old writers summed signed bytes.
-    rest = header[:148] + header[156:]
-    sums = sum(rest), sum(rest) - 256 * sum(byte > 127 for byte in rest)
-    if stored - 256 not in sums or size < 0:
-        raise _Broken("damaged shard" if offset else "not a tar file")
-    name = _text(header[:100])
-    # GNU tar keeps times, not a prefix, in the bytes where ustar has the prefix.
-    if header[257:263] == b"ustar\0" and header[345]:
-        name = f"{_text(header[345:500])}/{name}"
-    return header[156], name, size
-
-
-def _number(field: bytes) -> int:
-    """Octal digits, or base 256 where the first bit is set (GNU)."""
-    if field[0] & 0x80:
-        return int.from_bytes(bytes([field[0] & 0x7F]) + field[1:], "big")
-    return int(field.split(b"\0")[0].strip() or b"0", 8)
-
-
-def _text(field: bytes) -> str:
-    return field.split(b"\0", 1)[0].decode("utf-8", "backslashreplace")
-
-
-def _extension_record(kind: int, data: bytes) -> dict[str, str]:
-    """What a GNU long name (`L`) or a pax header (`x`) says about the next member."""
-    if kind == ord("L"):
-        return {"path": _text(data)}
-    fields = {}
-    while match := re.match(rb"(\d{1,9}) ([^=]+)=", data):
-        length = int(match[1])
-        if not match.end() < length <= len(data):
-            break
-        value = data[match.end() : length - 1].decode("utf-8", "backslashreplace")
-        if match[2] != b"size" or value.isdecimal():
-            fields[_text(match[2])] = value
-        data = data[length:]
-    return fields
 
 
 def _group(members: list[Member], problems: Counter[str]) -> dict[str, dict[int, Member]]:
@@ -243,30 +166,46 @@ def _refusal(name: str, extension: str) -> str | None:
 # --- the stored index ----------------------------------------------------------------------------
 
 
-def _cache_place(shard: Path) -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+def _places(shard: Path) -> tuple[Path, Path]:
+    """Beside the shard, and in the cache folder for shards in folders that are read only."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     name = hashlib.sha256(os.fsencode(shard.absolute())).hexdigest()[:32]
-    return Path(base) / "multimodal" / f"{name}.index.npz"
+    beside = shard.with_name(f"{shard.name}.index.npz")
+    return beside, Path(cache, "multimodal", f"{name}.index.npz")
 
 
 def _stamp(state: os.stat_result) -> dict[str, int]:
     return {"version": _VERSION, "size": state.st_size, "mtime_ns": state.st_mtime_ns}
 
 
-def _read_stored(place: Path, state: os.stat_result) -> Index | None:
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile)
+
+
+def _read_about(place: Path, state: os.stat_result) -> dict[str, Any] | None:
+    """The head of a stored index, if it is sound and of this state of the shard."""
     try:
         with np.load(place, allow_pickle=False) as stored:
             about = json.loads(stored["about"].tobytes())
-            if about["stamp"] != _stamp(state):
-                return None
-            index = Index(stored["names"], stored["ends"], stored["spans"], about["problems"])
-    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile):
+        return about if about["stamp"] == _stamp(state) else None
+    except _UNREADABLE:
         return None
-    return index if index.spans.shape == (len(index.ends), len(_KINDS), 2) else None
+
+
+def _read_stored(place: Path, state: os.stat_result) -> Index | None:
+    about = _read_about(place, state)
+    if about is None:
+        return None
+    try:
+        with np.load(place, allow_pickle=False) as stored:
+            index = Index(stored["names"], stored["ends"], stored["spans"], about["problems"])
+    except _UNREADABLE:
+        return None
+    return index if index.spans.shape == (about["samples"], len(_KINDS), 2) else None
 
 
 def _store(place: Path, index: Index, state: os.stat_result) -> bool:
-    about = json.dumps({"stamp": _stamp(state), "problems": index.problems}).encode()
+    head = {"stamp": _stamp(state), "samples": len(index), "problems": index.problems}
+    about = json.dumps(head).encode()
     temporary = place.with_name(f".{place.name}.{secrets.token_hex(4)}")
     try:
         place.parent.mkdir(parents=True, exist_ok=True)

@@ -36,13 +36,12 @@ from multimodal.embed.format import (
     read_manifest,
     read_record,
     record_file,
-    sha256,
     vector_file,
     write_record,
 )
 from multimodal.embed.metadata import metadata_table, plain_text
+from multimodal.files import file_hash, write_atomically
 from multimodal.weights.pretrained import Pretrained
-from multimodal.weights.save import replace_file
 
 log = logging.getLogger(__name__)
 _SAME_TO_RESUME = (
@@ -223,9 +222,10 @@ def _write_part(out: Path, name: str, rows: _Rows) -> None:
     if len(rows.image):
         _save_vectors(out / image, rows.image)
         _save_vectors(out / text, rows.text)
-        replace_file(out / metadata_file(name), lambda path: pq.write_table(rows.metadata, path))
-        files = [image, text, metadata_file(name)]
-    digests = {file: sha256(out / file) for file in files}
+        metadata = metadata_file(name)
+        write_atomically(out / metadata, lambda path: pq.write_table(rows.metadata, path))
+        files = [image, text, metadata]
+    digests = {file: file_hash(out / file) for file in files}
     part = Part(name=name, rows=len(rows.image), files=digests)
     write_record(out / record_file(name), PartRecord(part=part, skipped=rows.skipped))
 
@@ -235,7 +235,7 @@ def _save_vectors(path: Path, vectors: np.ndarray) -> None:
         with temporary.open("wb") as file:  # np.save would add .npy to the temporary name
             np.save(file, vectors)
 
-    replace_file(path, write)
+    write_atomically(path, write)
 
 
 def _finish(out: Path, manifest: Manifest) -> Manifest:
@@ -266,4 +266,4 @@ def _write_errors(path: Path, skipped: Iterable[Skipped]) -> None:
     texts = ("key", "place", "reason", "detail")
     schema = pa.schema([("index", pa.int64()), *((name, pa.string()) for name in texts)])
     table = pa.Table.from_pylist([entry.model_dump() for entry in skipped], schema=schema)
-    replace_file(path, lambda temporary: pq.write_table(table, temporary))
+    write_atomically(path, lambda temporary: pq.write_table(table, temporary))

@@ -13,14 +13,13 @@ It is the layout of clip-retrieval, autofaiss and embedding-reader. Those read e
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from multimodal.weights.save import replace_file
+from multimodal.files import write_atomically
 
 MANIFEST_FILE = "manifest.json"
 ERRORS_FILE = "errors.parquet"
@@ -137,13 +136,7 @@ def read_record(folder: Path, part: str) -> PartRecord:
 def write_record(path: Path, record: Manifest | PartRecord) -> None:
     """Write a manifest or a part's record."""
     text = json.dumps(record.model_dump(), indent=2) + "\n"
-    replace_file(path, lambda temporary: temporary.write_text(text))
-
-
-def sha256(path: Path) -> str:
-    """SHA-256 of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    write_atomically(path, lambda temporary: temporary.write_text(text))
 
 
 def _read(path: Path, record: type[R]) -> R:

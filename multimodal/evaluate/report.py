@@ -5,22 +5,19 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from matplotlib.figure import FigureBase
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from multimodal.data.source import Source
+from multimodal.data.source import BadSample, Source
 from multimodal.evaluate.run import Metrics
 from multimodal.weights.pretrained import Pretrained
-from multimodal.weights.save import replace_file
 
 _COLUMNS = 4
 _TOP = 3
-_CELL_INCHES = 3.0
 _LINES_SHARE = 0.4
 """Height of the lines below a picture, as a share of its own."""
 
@@ -59,7 +56,7 @@ def draw_predictions(
     pretrained: Pretrained,
     source: Source,
     candidates: Sequence[str],
-    out_png: Path | str,
+    figure: FigureBase,
     *,
     count: int = 12,
     templates: Sequence[str] = ("{}",),
@@ -73,7 +70,7 @@ def draw_predictions(
         pretrained: the model.
         source: where the pictures come from.
         candidates: the names.
-        out_png: file to write.
+        figure: a figure or a part of one, to draw in.
         count: number of pictures; unreadable ones leave fewer.
         templates: prompts around a name.
 
@@ -92,13 +89,22 @@ def draw_predictions(
     if not cells:
         raise ValueError(f"{source.description}: none of {count} pictures can be read")
     height = math.ceil(len(cells) / _COLUMNS)
-    figure = Figure((_COLUMNS * _CELL_INCHES, height * _CELL_INCHES * (1 + _LINES_SHARE)))
-    figure.subplots_adjust(left=0, right=1, bottom=0, top=1, wspace=0, hspace=0)
     for place, (pixels, captions, values, rows) in enumerate(cells, start=1):
         axes = figure.add_subplot(height, _COLUMNS, place)
         found = [(names[row], value) for row, value in zip(rows, values.tolist(), strict=True)]
         _draw_cell(axes, pixels, captions, found)
-    replace_file(Path(out_png), lambda path: figure.savefig(path, format="png", dpi=100))
+
+
+def first_captions(source: Source) -> list[str]:
+    """The first caption of each readable sample, each text once."""
+    texts: dict[str, None] = {}
+    for index in range(len(source)):
+        try:
+            captions = source.read(index).captions
+        except BadSample:
+            continue
+        texts.update(dict.fromkeys(captions[:1]))
+    return list(texts)
 
 
 def _draw_cell(

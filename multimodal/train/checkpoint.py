@@ -28,8 +28,8 @@ from safetensors.torch import load_file, save_file
 
 from multimodal import config
 from multimodal.data.text import Tokenizer
+from multimodal.files import file_hash, move_folder
 from multimodal.models.two_tower import TwoTower
-from multimodal.train.files import file_hash, move_folder
 from multimodal.train.optim import named_parameters
 from multimodal.weights.save import save_model
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from matplotlib.figure import FigureBase
 
-from multimodal.config import Config, parse_duration
+from multimodal.config import Config, Retrieval, parse_duration
 from multimodal.data.batch import Batch
+from multimodal.data.build import open_source
 from multimodal.data.images import ImageTransform
 from multimodal.data.loader import step_positions, train_loader
 from multimodal.data.source import Source
@@ -25,10 +27,11 @@ from multimodal.distributed import (
     shutdown,
     world_size,
 )
+from multimodal.evaluate.report import draw_predictions, first_captions
 from multimodal.evaluate.run import evaluate
 from multimodal.losses.build import build_loss
 from multimodal.train.checkpoint import Checkpoint, Checkpoints, load_optimizer
-from multimodal.train.curves import write_curves
+from multimodal.train.curves import write_report
 from multimodal.train.machine import make_accelerator
 from multimodal.train.optim import build_optimizer
 from multimodal.train.report import Meter, Report, Row, batch_hash, read_rows
@@ -61,7 +64,8 @@ def train(config: Config) -> None:
         RuntimeError: when more samples are unreadable than `data.max_skipped` allows.
     """
     accelerator = make_accelerator(tracker=None if config.log.wandb.mode == "disabled" else "wandb")
-    logging.getLogger("multimodal").setLevel(logging.INFO if is_main() else logging.WARNING)
+    if not is_main():
+        logging.getLogger("multimodal").setLevel(logging.WARNING)
     run = Path(config.run)
     try:
         step_positions(0, batch_size=config.train.batch_size, rank=rank(), world_size=world_size())
@@ -72,15 +76,17 @@ def train(config: Config) -> None:
             checkpoints = Checkpoints(run, keep=config.checkpoint.keep)
             found = on_main(checkpoints.find_resume)
             fingerprint = check_fingerprint(source, found)
+            for change in changes:
+                log.info("changed since the run was started: %s", change)
             if on_main(lambda: _is_finished(config, schedule, found)):
-                log.info("finished: %s holds all %d steps", run, schedule.total_steps)
+                log.info(
+                    "finished: %s holds all %d steps; nothing to do", run, schedule.total_steps
+                )
                 return
             if lock is not None:
                 lock.sign()
                 write_config(run, config)
                 checkpoints.remove_incomplete()
-            for change in changes:
-                log.info("changed since the run was started: %s", change)
             _run(config, accelerator, source, schedule, checkpoints, found, fingerprint)
     finally:
         shutdown()
@@ -153,6 +159,7 @@ def _run(
                     report.evaluation(step, name, _evaluate(config, pretrained, name))
 
             if schedule.is_time(config.checkpoint.every, step, minutes=minutes):
+                report.flush()
                 state = _state(config, source, schedule, step, skipped, fingerprint)
                 found = _save(config, checkpoints, state, pretrained, optimizer)
 
@@ -293,11 +300,22 @@ def _finish(config: Config, pretrained: Pretrained, last: Checkpoint, report: Re
     def write() -> None:
         results = _evaluations_at(run, last.step)
         write_results(run, {name: results[name] for name in config.evaluate})
-        write_curves(run, read_rows(run / "metrics.jsonl"))
+        pictures = _picture_sheet(config, pretrained)
+        write_report(run, read_rows(run / "metrics.jsonl"), pictures)
         publish_model(run, last.path)
 
     on_main(write)
     log.info("finished: %s after %d steps; the model is in %s", run, last.step, run / "model")
+
+
+def _picture_sheet(config: Config, pretrained: Pretrained) -> Callable[[FigureBase], None] | None:
+    """What draws pictures of the first retrieval evaluation with their most probable captions."""
+    for section in config.evaluate.values():
+        if isinstance(section, Retrieval):
+            source = open_source(section.data)
+            captions = first_captions(source)
+            return lambda figure: draw_predictions(pretrained, source, captions, figure)
+    return None
 
 
 def _evaluations_at(run: Path, step: int) -> dict[str, Row]:

@@ -6,7 +6,7 @@ import os
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, parse_flag_from_env
 
 _SHARDED = {
     DistributedType.FSDP,
@@ -26,7 +26,7 @@ def make_accelerator(*, tracker: str | None) -> Accelerator:
         ValueError: when the machine or the launcher's settings do not fit.
     """
     asked = int(os.environ.get("WORLD_SIZE", "1"))
-    on_cpu = not _has_accelerator() or os.environ.get("ACCELERATE_USE_CPU", "") in ("true", "True")
+    on_cpu = not _has_accelerator() or parse_flag_from_env("ACCELERATE_USE_CPU")
     _check_devices(on_cpu)
     # Without `cpu`, Accelerate makes each of several CPU processes a run of its own.
     accelerator = Accelerator(cpu=on_cpu and asked > 1, log_with=tracker)

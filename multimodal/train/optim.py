@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -41,13 +42,8 @@ def is_decayed(name: str, parameter: nn.Parameter) -> bool:
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Split the trained parameters into two optimiser groups with `params` and their `names`."""
     trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    own = {
-        f"{path}.{name}".lstrip(".")
-        for path, module in model.named_modules()
-        if callable(getattr(module, "no_weight_decay", None))
-        for name in module.no_weight_decay()
-    }
-    decayed = [n for n, p in trained if is_decayed(n, p) and n not in own]
+    exempt = _named_by_libraries(model)
+    decayed = [n for n, p in trained if is_decayed(n, p) and n not in exempt]
     groups = [
         {"names": decayed, "weight_decay": weight_decay},
         {"names": [n for n, _ in trained if n not in set(decayed)], "weight_decay": 0.0},
@@ -56,6 +52,16 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     for group in groups:
         group["params"] = [lookup[name] for name in group["names"]]
     return groups
+
+
+def _named_by_libraries(model: nn.Module) -> set[str]:
+    """What timm's models say of themselves in `no_weight_decay()`."""
+    names = set()
+    for path, module in model.named_modules():
+        tell = getattr(module, "no_weight_decay", None)
+        if callable(tell):
+            names |= {f"{path}.{name}".lstrip(".") for name in cast(Iterable[str], tell())}
+    return names
 
 
 def build_optimizer(model: nn.Module, section: Optim) -> torch.optim.AdamW:

@@ -29,7 +29,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from multimodal.config import Config
 from multimodal.data.batch import Skip
 from multimodal.distributed import gather_rows, is_main
-from multimodal.train.files import write_atomically
+from multimodal.files import to_disk, write_atomically
 
 log = logging.getLogger(__name__)
 
@@ -114,6 +114,12 @@ class Report:
                     "step %d: skipped %s in %s: %s", step, skip.key, skip.place, skip.reason
                 )
                 file.write(json.dumps({"step": step, **asdict(skip)}) + "\n")
+
+    def flush(self) -> None:
+        """Force the rows to the disk, so that no checkpoint is newer than they are."""
+        for name in ("metrics.jsonl", "skipped.jsonl"):
+            if is_main() and (self._run / name).exists():
+                to_disk(self._run / name)
 
     def _write(self, row: Row, tracked: Row) -> None:
         with (self._run / "metrics.jsonl").open("a", encoding="utf-8") as file:
@@ -207,6 +213,7 @@ def _start_wandb(accelerator: Accelerator, config: Config) -> None:
         except Exception as error:  # whatever it is, the run does not need W&B
             log.warning("W&B cannot be reached (%s); logging offline instead", error)
             accelerator.trackers.clear()
+            wandb.teardown()  # else the failed start keeps the run's id
     start(mode="offline")
 
 

@@ -22,7 +22,7 @@ from typing import Any
 from multimodal.config import Config
 from multimodal.config_io import dump_yaml, read_yaml
 from multimodal.distributed import on_main
-from multimodal.train.files import file_hash, move_folder, write_atomically
+from multimodal.files import file_hash, move_folder, write_atomically
 
 MAY_CHANGE = (
     "run",

@@ -58,14 +58,12 @@ def train_step(
     features = model(batch.images, batch.tokens, batch.lengths)
     value = loss(*features)
     accelerator.backward(value)
-    norm = torch.nn.utils.get_total_norm(
-        [p.grad for p in model.parameters() if p.grad is not None], error_if_nonfinite=False
-    )
+    norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
     result, finite = _agree(value, norm, features, len(batch.skipped))
     if not finite:
         raise FloatingPointError(_describe(step, result, batch, features))
     if clip_grad_norm is not None:
-        torch.nn.utils.clip_grads_with_norm_(model.parameters(), clip_grad_norm, norm)
+        nn.utils.clip_grads_with_norm_(model.parameters(), clip_grad_norm, norm)
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.step()
@@ -128,6 +126,7 @@ def _agree(loss: Tensor, norm: Tensor, features: Features, skipped: int) -> tupl
 
 def _describe(step: int, result: StepResult, batch: Batch, features: Features) -> str:
     """Name the samples whose embeddings are broken, or all of them if none is."""
+    assert features.image is not None and features.text is not None
     broken = ~(features.image.isfinite().all(1) & features.text.isfinite().all(1))
     own = [key for key, bad in zip(batch.keys, broken.tolist(), strict=True) if bad]
     suspects = [key for keys in gather_objects(own) for key in keys]

@@ -5,7 +5,6 @@ A model folder describes itself, so nothing else is read, and nothing in it can 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import re
@@ -22,6 +21,7 @@ from multimodal import config
 from multimodal.data.images import ImageTransform
 from multimodal.data.text import FILE as TOKENIZER_FILE
 from multimodal.data.text import Tokenizer
+from multimodal.files import file_hash
 from multimodal.models.build import build_model
 from multimodal.models.two_tower import TwoTower
 from multimodal.weights.pretrained import Pretrained
@@ -121,10 +121,9 @@ def _is_sound(checkpoint: Path) -> bool:
     try:
         files = json.loads((checkpoint / "manifest.json").read_bytes())["files"]
         for name, entry in files.items():
-            if name.startswith("model/"):
-                with (checkpoint / name).open("rb") as file:
-                    if hashlib.file_digest(file, "sha256").hexdigest() != entry["sha256"]:
-                        return False
+            is_model = name.startswith("model/")
+            if is_model and file_hash(checkpoint / name) != entry["sha256"]:
+                return False
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
     return True

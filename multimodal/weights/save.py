@@ -11,8 +11,6 @@ Each file is replaced atomically, and a folder without config.json is incomplete
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
@@ -22,6 +20,7 @@ from safetensors.torch import save_file
 import multimodal
 from multimodal import config
 from multimodal.data.text import Tokenizer
+from multimodal.files import write_atomically
 from multimodal.models.two_tower import TwoTower
 
 FORMAT = "multimodal"
@@ -51,9 +50,9 @@ def save_model(
     state = {
         name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()
     }
-    replace_file(folder / WEIGHTS_FILE, lambda path: save_file(state, path))
+    write_atomically(folder / WEIGHTS_FILE, lambda path: save_file(state, path))
     text = json.dumps(_describe(section, tokenizer), indent=2) + "\n"
-    replace_file(folder / CONFIG_FILE, lambda path: path.write_text(text, encoding="utf-8"))
+    write_atomically(folder / CONFIG_FILE, lambda path: path.write_text(text, encoding="utf-8"))
 
 
 def _describe(section: config.Model, tokenizer: Tokenizer) -> dict:
@@ -69,16 +68,3 @@ def _describe(section: config.Model, tokenizer: Tokenizer) -> dict:
             "transformers": version("transformers"),
         },
     }
-
-
-def replace_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a file that takes the place of `path` at once, and is readable by all.
-
-    The temporary name is `<name>.tmp`, so that readers that look for an ending do not see it.
-    """
-    temporary = path.with_name(path.name + ".tmp")
-    write(temporary)
-    temporary.chmod(0o644)
-    with temporary.open("rb") as file:
-        os.fsync(file.fileno())
-    temporary.replace(path)

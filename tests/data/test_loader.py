@@ -218,6 +218,8 @@ def test_a_batch_holds_no_sample_twice_when_many_are_bad(tokenizer):
     source = Made(count=400, bad=tuple(range(0, 400, 3)))
     for batch in make(source, tokenizer, shuffle_window=400, steps=(0, 12)):
         assert len(set(batch.keys)) == len(batch.keys)
+        reported = [skip.position for skip in batch.skipped]
+        assert len(set(reported)) == len(reported)
 
 
 def test_a_sample_without_a_caption_is_skipped(tokenizer):

@@ -295,6 +295,17 @@ def test_a_shard_cut_while_in_use_is_noticed(tmp_path):
         source.read(1)
 
 
+def test_a_shard_replaced_or_removed_before_it_is_read_is_noticed(tmp_path):
+    shard = write_tar(tmp_path / "a.tar", pairs(["a", "b"]))
+    source = ShardSource(str(shard))
+    write_tar(shard, pairs(["a"]))
+    with pytest.raises(BadSample, match="changed while in use"):
+        source.read(1)
+    shard.unlink()
+    with pytest.raises(BadSample, match="unreadable shard"):
+        source.read(0)
+
+
 # --- the stored index ----------------------------------------------------------------------------
 
 
@@ -356,14 +367,24 @@ def test_no_place_for_the_index_is_only_a_warning(tmp_path, monkeypatch, caplog)
 
 
 def test_size_in_a_pax_header_is_followed(tmp_path):
-    """As written for members of 8 GB and more."""
+    """As written for members of 8 GB and more, whose own header has no room for the size."""
     shard = tmp_path / "a.tar"
     with tarfile.open(shard, "w", format=tarfile.PAX_FORMAT) as tar:
         for name, data in pairs(["a", "b"]):
             info = tarfile.TarInfo(name)
-            info.size, info.pax_headers = len(data), {"size": str(len(data)), "comment": "x=y"}
+            info.size, info.pax_headers = len(data), {"comment": "x=y", "size": str(len(data))}
             tar.addfile(info, io.BytesIO(data))
-    assert keys(ShardSource(str(shard))) == ["a", "b"]
+    content = bytearray(shard.read_bytes())
+    for start in range(0, len(content), 512):
+        if content[start + 156 : start + 157] == b"0":  # a member, not its pax header
+            content[start + 124 : start + 136] = b"00000000000\0"
+            content[start + 148 : start + 156] = b" " * 8
+            checksum = sum(content[start : start + 512])
+            content[start + 148 : start + 156] = b"%06o\0 " % checksum
+    shard.write_bytes(content)
+    source = ShardSource(str(shard))
+    assert keys(source) == ["a", "b"]
+    assert source.read(1).image == b"picture of b"
 
 
 def test_img2dataset_layout_is_read(tmp_path):

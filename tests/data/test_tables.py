@@ -57,6 +57,14 @@ def test_captions_stay_text(folder):
     assert captions(source) == [(text,) for text in expected]
 
 
+def test_line_breaks_in_captions_of_a_large_table(folder):
+    """Larger than the megabyte that the reader takes at a time, which may end in a caption."""
+    rows = [f'a.jpg,"{i}\n{"x" * 997}"\n' for i in range(2503)]
+    source = open_table(folder, "t.csv", "image,caption\n" + "".join(rows))
+    assert len(source) == 2503
+    assert all(source.read(i).captions[0].startswith(f"{i}\nx") for i in range(0, 2503, 7))
+
+
 def test_an_empty_caption_is_none(folder):
     source = open_table(folder, "t.csv", 'image,caption\na.jpg,\na.jpg," "\n')
     assert captions(source) == [(), ()]

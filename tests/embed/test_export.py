@@ -16,7 +16,7 @@ from multimodal.embed import export as export_module
 from multimodal.embed import format as format_module
 from multimodal.embed.export import export
 from multimodal.embed.format import Manifest, read_manifest
-from multimodal.weights.save import replace_file
+from multimodal.files import write_atomically
 
 COUNT, BAD, BARE = 13, 5, 7
 CAPTIONS = [[f"red {i}", "a second one"] if i != BARE else [] for i in range(COUNT)]
@@ -118,10 +118,10 @@ def crash_at(monkeypatch, number):
         if len(calls) == number:
             write(path.with_name(path.name + ".tmp"))
             raise KeyboardInterrupt
-        replace_file(path, write)
+        write_atomically(path, write)
 
     for module in (export_module, format_module):
-        monkeypatch.setattr(module, "replace_file", write_or_crash)
+        monkeypatch.setattr(module, "write_atomically", write_or_crash)
 
 
 @pytest.mark.parametrize("write", range(1, 20))

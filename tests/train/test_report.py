@@ -10,7 +10,7 @@ from tools import make_shards, on_ranks, tiny_config
 
 from multimodal.data.batch import Skip
 from multimodal.distributed import rank, world_size
-from multimodal.train.curves import write_curves
+from multimodal.train.curves import write_report
 from multimodal.train.report import Meter, Report, batch_hash, drop_rows_after, read_rows
 
 KEYS = [f"shard/{i} é" for i in range(12)]
@@ -130,6 +130,6 @@ def test_curves_are_drawn_also_for_a_run_of_one_row_or_none(tmp_path):
     rows += [{"step": 3, "eval": "shapes", "recall@1": 0.5, "acc5": None, "images": 7}]
     for part in (rows, rows[:1], []):
         (tmp_path / "report.png").unlink(missing_ok=True)
-        write_curves(tmp_path, part)
+        write_report(tmp_path, part)
         assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
     assert [path.name for path in tmp_path.iterdir()] == ["report.png"]

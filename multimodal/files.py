@@ -15,23 +15,27 @@ def move_folder(temporary: Path, target: Path) -> None:
     Every file is on the disk before the name appears. What was there before is removed after.
     """
     for path in [*temporary.rglob("*"), temporary]:
-        _to_disk(path)
+        to_disk(path)
     aside = target.with_name(f".old-{target.name}")
     shutil.rmtree(aside, ignore_errors=True)
     if target.exists():
         target.rename(aside)
     temporary.rename(target)
-    _to_disk(target.parent)
+    to_disk(target.parent)
     shutil.rmtree(aside, ignore_errors=True)
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a temporary file, then put it in the place of `path`."""
-    temporary = path.with_name(f".{path.name}")
+    """Let `write` fill a file that takes the place of `path` at once, and is readable by all.
+
+    The temporary name is `<name>.tmp`, so that readers that look for an ending do not see it.
+    """
+    temporary = path.with_name(f"{path.name}.tmp")
     write(temporary)
-    _to_disk(temporary)
+    temporary.chmod(0o644)
+    to_disk(temporary)
     temporary.replace(path)
-    _to_disk(path.parent)
+    to_disk(path.parent)
 
 
 def file_hash(path: Path) -> str:
@@ -40,7 +44,8 @@ def file_hash(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _to_disk(path: Path) -> None:
+def to_disk(path: Path) -> None:
+    """Wait until a file's content, or a folder's names, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,0 +1,117 @@
+"""The members of a tar archive, found by reading its headers only.
+
+The formats are ustar, GNU (long names, base-256 numbers) and pax (`path`, `size`), as in
+https://www.gnu.org/software/tar/manual/html_node/Standard.html. An archive is followed up to the
+first place that is not sound, and it is complete only with its end marker.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator
+from typing import NamedTuple
+
+BLOCK = 512
+_LONGEST_EXTENSION_RECORD = 1 << 20
+
+
+class Member(NamedTuple):
+    """A regular file in a tar: its bytes are at `[offset, offset + size)`."""
+
+    name: str
+    offset: int
+    size: int
+
+
+def scan_members(descriptor: int, problems: Counter[str]) -> list[Member]:
+    """Regular members of an open tar up to its end marker or the first damage."""
+    members: list[Member] = []
+    try:
+        for kind, member in _entries(descriptor):
+            if kind in b"0\x007":
+                members.append(member)
+            elif kind in b"12":
+                problems["link in the shard"] += 1
+            elif kind not in b"5":
+                problems["special file in the shard"] += 1
+    except _Broken as broken:
+        problems[str(broken)] += 1
+    return members
+
+
+class _Broken(Exception):
+    """The archive cannot be followed further."""
+
+
+def _entries(descriptor: int) -> Iterator[tuple[int, Member]]:
+    """Type and place of every member, with the names and sizes that extension records give."""
+    total = os.fstat(descriptor).st_size
+    offset = 0
+    override: dict[str, str] = {}
+    while (header := _header_at(descriptor, offset, total)) is not None:
+        kind, name, size = header
+        size = int(override.get("size", size))
+        start = offset + BLOCK
+        if start + size > total:
+            raise _Broken("truncated shard")
+        offset = start + -(-size // BLOCK) * BLOCK
+        if kind in b"xL":
+            data = os.pread(descriptor, min(size, _LONGEST_EXTENSION_RECORD), start)
+            override |= _extension_record(kind, data)
+        elif kind not in b"gK":
+            sparse = any(key.startswith("GNU.sparse") for key in override)
+            yield ord("S") if sparse else kind, Member(override.get("path", name), start, size)
+            override = {}
+
+
+def _header_at(descriptor: int, offset: int, total: int) -> tuple[int, str, int] | None:
+    """Type, name and size from a header block; None at the end marker, a block of zeros."""
+    header = os.pread(descriptor, BLOCK, offset)
+    if len(header) < BLOCK:
+        raise _Broken("truncated shard" if total else "empty shard")
+    if header.count(0) == BLOCK:
+        return None
+    try:
+        stored = _number(header[148:156])
+        size = _number(header[124:136])
+    except ValueError:
+        stored = size = -1
+    # The checksum counts its own eight bytes as spaces; some old writers summed signed bytes.
+    rest = header[:148] + header[156:]
+    sums = sum(rest), sum(rest) - 256 * sum(byte > 127 for byte in rest)
+    if stored - 256 not in sums or size < 0:
+        raise _Broken("damaged shard" if offset else "not a tar file")
+    name = _text(header[:100])
+    # GNU tar keeps times, not a prefix, in the bytes where ustar has the prefix.
+    if header[257:263] == b"ustar\0" and header[345]:
+        name = f"{_text(header[345:500])}/{name}"
+    return header[156], name, size
+
+
+def _number(field: bytes) -> int:
+    """Octal digits, or base 256 where the first bit is set (GNU)."""
+    if field[0] & 0x80:
+        return int.from_bytes(bytes([field[0] & 0x7F]) + field[1:], "big")
+    return int(field.split(b"\0")[0].strip() or b"0", 8)
+
+
+def _text(field: bytes) -> str:
+    return field.split(b"\0", 1)[0].decode("utf-8", "backslashreplace")
+
+
+def _extension_record(kind: int, data: bytes) -> dict[str, str]:
+    """What a GNU long name (`L`) or a pax header (`x`) says about the next member."""
+    if kind == ord("L"):
+        return {"path": _text(data)}
+    fields = {}
+    while match := re.match(rb"(\d{1,9}) ([^=]+)=", data):
+        length = int(match[1])
+        if not match.end() < length <= len(data):
+            break
+        value = data[match.end() : length - 1].decode("utf-8", "backslashreplace")
+        if match[2] != b"size" or value.isdecimal():
+            fields[_text(match[2])] = value
+        data = data[length:]
+    return fields
