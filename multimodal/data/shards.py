@@ -34,7 +34,7 @@ from multimodal.data.tar_index import (
 
 log = logging.getLogger(__name__)
 
-_THREADS = 8
+_THREADS = 4
 _REPORT_SECONDS = 10
 _OPEN_SHARDS = 256
 """Shards kept open per process; far under the usual limit of 1024 open files."""

@@ -28,6 +28,9 @@ IMAGE, TEXT, RECORD, LABEL = range(4)
 """Rows of `Index.spans` for one sample."""
 _KINDS = (IMAGE, TEXT, RECORD, LABEL)
 _FIELDS = dict.fromkeys(IMAGE_EXTENSIONS, IMAGE) | {"txt": TEXT, "json": RECORD, "cls": LABEL}
+_UNSAFE = re.compile(r"^[/\\]|^[A-Za-z]:[/\\]|(^|[/\\])\.\.([/\\]|$)")
+"""Absolute names, and names that lead out of their folder, of Unix and of Windows."""
+_HIDDEN = re.compile(r"(^|/)\.[^/]*$")
 _VERSION = 1
 log = logging.getLogger(__name__)
 
@@ -132,7 +135,7 @@ def _group(members: list[Member], problems: Counter[str]) -> dict[str, dict[int,
     samples: dict[str, dict[int, Member]] = {}
     doubled: set[str] = set()
     for member in members:
-        name = re.sub(r"^(\./)+", "", member.name)
+        name = member.name.removeprefix("./")
         key, extension = split_name(name)
         if reason := _refusal(name, extension):
             problems[reason] += 1
@@ -155,10 +158,9 @@ def _group(members: list[Member], problems: Counter[str]) -> dict[str, dict[int,
 
 
 def _refusal(name: str, extension: str) -> str | None:
-    parts = re.split(r"[/\\]", name)
-    if not parts[0] or re.match(r"[A-Za-z]:[/\\]", name) or ".." in parts:
+    if _UNSAFE.search(name):
         return "unsafe name"
-    if parts[-1].startswith("."):
+    if _HIDDEN.search(name):
         return "hidden file"
     return None if extension in _FIELDS else "unknown file type"
 

@@ -27,6 +27,7 @@ from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -38,7 +39,7 @@ WARM_UP = 4
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--samples", type=int, default=2048)
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
@@ -75,9 +76,9 @@ def main() -> None:
         options.out.write_text(json.dumps(report, indent=1) + "\n")
 
 
-def measure(loader: Iterable[object]) -> dict[str, float]:
+def measure(loader: Iterable[Any]) -> dict[str, float]:
     """Samples a second by the clock and by the worker's processor time, after the warm-up."""
-    samples = start = busy = 0.0
+    samples = start = busy = end = end_busy = 0.0
     for number, batch in enumerate(loader):
         if number < WARM_UP:
             start, busy = time.perf_counter(), worker_seconds()
@@ -100,7 +101,7 @@ def worker_seconds() -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def our_loader(folder: str, options: argparse.Namespace) -> Iterable[object]:
+def our_loader(folder: str, options: argparse.Namespace) -> Iterable[Any]:
     from multimodal import config
     from multimodal.data.images import ImageTransform
     from multimodal.data.loader import train_loader
@@ -131,7 +132,7 @@ def our_loader(folder: str, options: argparse.Namespace) -> Iterable[object]:
     )
 
 
-def openclip_loader(folder: str, options: argparse.Namespace) -> Iterable[object]:
+def openclip_loader(folder: str, options: argparse.Namespace) -> Iterable[Any]:
     import open_clip
     from open_clip.transform import AugmentationCfg, image_transform
     from open_clip_train import data
