@@ -27,14 +27,17 @@ Probability = Annotated[float, Field(ge=0, le=1)]
 ThreeFloats = Annotated[list[float], Field(min_length=3, max_length=3)]
 
 
+Unit = Literal["steps", "epochs", "samples", "percent", "minutes"]
+
+
 class Duration(NamedTuple):
     """An amount of training: `value` in `unit` (steps, epochs, samples, percent or minutes)."""
 
     value: float
-    unit: Literal["steps", "epochs", "samples", "percent", "minutes"]
+    unit: Unit
 
 
-_UNITS = {
+_UNITS: dict[str, Unit] = {
     "step": "steps",
     "steps": "steps",
     "epoch": "epochs",

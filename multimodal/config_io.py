@@ -95,11 +95,10 @@ def merge(base: Tree, over: Tree) -> Tree:
     merged = dict(base)
     for key, value in over.items():
         old = merged.get(key)
-        both = isinstance(old, dict) and isinstance(value, dict)
-        if both and value.get("kind", old.get("kind")) == old.get("kind"):
-            merged[key] = merge(old, value)
-        else:
-            merged[key] = value
+        if isinstance(old, dict) and isinstance(value, dict):
+            same_kind = value.get("kind", old.get("kind")) == old.get("kind")
+            value = merge(old, value) if same_kind else value
+        merged[key] = value
     return merged
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import assert_never
 
 from multimodal import config
 from multimodal.evaluate.retrieval import evaluate_retrieval
@@ -29,10 +30,11 @@ def evaluate(
     """
     match section:
         case config.Retrieval():
-            run = evaluate_retrieval
+            return evaluate_retrieval(pretrained, section, batch_size=batch_size, workers=workers)
         case config.ZeroShot():
-            run = evaluate_zero_shot
-    return run(pretrained, section, batch_size=batch_size, workers=workers)
+            return evaluate_zero_shot(pretrained, section, batch_size=batch_size, workers=workers)
+        case _:
+            assert_never(section)
 
 
 def evaluate_all(

@@ -127,24 +127,30 @@ def stop_at(monkeypatch, name, when=lambda *a, **k: True):
     monkeypatch.setattr(loop, name, stopped)
 
 
+RANDOM_HERE = [setting for setting in RANDOM if "workers" not in setting]
+
+
+@pytest.fixture(scope="module")
+def twin(tmp_path_factory, shards, other_shards):
+    run = tmp_path_factory.mktemp("runs") / "twin"
+    train(with_evaluations(run, shards, other_shards, *RANDOM_HERE))
+    return run
+
+
 @pytest.mark.parametrize("stop", [2, 4, 6, 11])
 def test_an_interrupted_run_ends_like_an_uninterrupted_one(
-    shards, other_shards, tmp_path, monkeypatch, stop
+    twin, shards, other_shards, tmp_path, monkeypatch, stop
 ):
     """Stopped before the first checkpoint, right after one, and between two."""
-    settings = [name for name in RANDOM if "workers" not in name]
-    for name in ("twin", "run"):
-        config = with_evaluations(tmp_path / name, shards, other_shards, *settings)
-        if name == "run":
-            with monkeypatch.context() as patch:
-                stop_at(patch, "train_step", lambda *a, **k: k["step"] == stop)
-                with pytest.raises(PowerCut):
-                    train(config)
-        train(config)
-    assert exact(tmp_path / "run") == exact(tmp_path / "twin")
-    results = [(tmp_path / name / "results.json").read_text() for name in ("run", "twin")]
-    assert results[0] == results[1]
-    assert_equal_weights(tmp_path / "run/model", tmp_path / "twin/model")
+    config = with_evaluations(tmp_path, shards, other_shards, *RANDOM_HERE)
+    with monkeypatch.context() as patch:
+        stop_at(patch, "train_step", lambda *a, **k: k["step"] == stop)
+        with pytest.raises(PowerCut):
+            train(config)
+    train(config)
+    assert exact(tmp_path) == exact(twin)
+    assert (tmp_path / "results.json").read_text() == (twin / "results.json").read_text()
+    assert_equal_weights(tmp_path / "model", twin / "model")
 
 
 @pytest.mark.parametrize("name", ["write_results", "write_report", "publish_model"])
