@@ -13,12 +13,13 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NoReturn
 
 import typer
 
 from multimodal.config import Config, EvaluateConfig
 from multimodal.config_io import dump_yaml, help_text, load_config
+from multimodal.errors import RunStopped
 
 app = typer.Typer(
     name="multimodal",
@@ -242,7 +243,13 @@ def main() -> None:
     try:
         app()
     except (ValueError, FileNotFoundError) as error:
-        if os.environ.get("MULTIMODAL_TRACEBACK"):
-            raise
-        typer.echo(f"error: {error}", err=True)
-        sys.exit(2)
+        _fail(error, code=2)
+    except RunStopped as error:
+        _fail(error, code=1)
+
+
+def _fail(error: Exception, *, code: int) -> NoReturn:
+    if os.environ.get("MULTIMODAL_TRACEBACK"):
+        raise error
+    typer.echo(f"error: {error}", err=True)
+    sys.exit(code)

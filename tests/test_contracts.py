@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "multimodal"
 
 CONFIG = {"config", "config_io"}
-LOW = {"distributed", "files"} | CONFIG
+LOW = {"distributed", "errors", "files"} | CONFIG
 MODELS = {"models", "layers"} | LOW
 DATA = {"data"} | LOW
 WEIGHTS = {"weights"} | MODELS | DATA
@@ -22,6 +22,7 @@ ALLOWED = {
     "config": {"config"},
     "config_io": CONFIG,
     "distributed": set(),
+    "errors": set(),
     "files": set(),
     "layers": {"layers"},
     "models": MODELS,

@@ -2,8 +2,8 @@
 
 import torch
 from jaxtyping import Float
-from timm.layers.drop import DropPath
 from torch import Tensor, nn
+from torchvision.ops import StochasticDepth
 
 from multimodal.layers.masks import Mask
 from multimodal.layers.rotary import RotaryTable
@@ -42,7 +42,7 @@ class Residual(nn.Module):
             None if layer_scale is None else nn.Parameter(torch.full((dim,), layer_scale))
         )
         self.gate = nn.Parameter(torch.zeros(1)) if gate else None
-        self.drop_path = DropPath(drop_path)
+        self.drop_path = StochasticDepth(drop_path, mode="row")
 
     def forward(self, x: Float[Tensor, "B N dim"], *args, **kwargs) -> Float[Tensor, "B N dim"]:
         """Further arguments go to `inner`."""

@@ -27,7 +27,6 @@ from multimodal.layers.pool import LatentPool
 from multimodal.models.encoder import EncoderStack
 from multimodal.models.image import VitTower
 from multimodal.models.text import TextTower
-from multimodal.models.timm_image import TimmTower
 from multimodal.models.two_tower import TwoTower
 
 
@@ -53,6 +52,9 @@ def _image_tower(section: config.ImageTower) -> nn.Module:
             _init_image(tower)
             return tower
         case config.TimmImage():
+            # Imported here, as the tower of transformers below: both libraries take seconds.
+            from multimodal.models.timm_image import TimmTower
+
             return TimmTower(section)
         case _:
             assert_never(section)
@@ -65,7 +67,6 @@ def _text_tower(section: config.TextTower) -> nn.Module:
             _init_text(tower)
             return tower
         case config.HfText():
-            # Imported here: transformers takes seconds to import, and few models need it.
             from multimodal.models.hf_text import HfTextTower
 
             return HfTextTower(section)

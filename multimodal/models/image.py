@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
-from timm.layers import resample_abs_pos_embed
 from torch import Tensor, nn
 
 from multimodal import config
@@ -106,6 +105,9 @@ class VitTower(nn.Module):
         first = int(self.section.class_token)
         weight = self.position.weight
         if size != self.grid:
+            # Imported here: timm takes seconds to import, and brings W&B with it.
+            from timm.layers import resample_abs_pos_embed
+
             weight = resample_abs_pos_embed(
                 weight[None], list(size), list(self.grid), num_prefix_tokens=first
             )[0]

@@ -27,6 +27,7 @@ from multimodal.distributed import (
     shutdown,
     world_size,
 )
+from multimodal.errors import RunStopped
 from multimodal.evaluate.report import draw_predictions, first_captions
 from multimodal.evaluate.run import evaluate
 from multimodal.losses.build import build_loss
@@ -60,8 +61,8 @@ def train(config: Config) -> None:
     Raises:
         ValueError: before anything is written, when settings, data, machine and run folder do not
             fit together.
-        FloatingPointError: when the loss or the gradient stops being finite.
-        RuntimeError: when more samples are unreadable than `data.max_skipped` allows.
+        RunStopped: when the loss or the gradient stops being finite, or more samples are
+            unreadable than `data.max_skipped` allows.
     """
     accelerator = make_accelerator(tracker=None if config.log.wandb.mode == "disabled" else "wandb")
     if not is_main():
@@ -239,11 +240,11 @@ def _check_budget(config: Config, schedule: Schedule, step: int, skipped: int) -
     """Stop, on all ranks, when more samples are unreadable than allowed.
 
     Raises:
-        RuntimeError: naming the numbers and where the samples are listed.
+        RunStopped: naming the numbers and where the samples are listed.
     """
     seen = max(schedule.samples(step), min(schedule.data_size, _FAIR_SAMPLE))
     if skipped > config.data.max_skipped * seen:
-        raise RuntimeError(
+        raise RunStopped(
             f"step {step}: {skipped} samples were unreadable, more than data.max_skipped="
             f"{config.data.max_skipped} of {seen}; see {Path(config.run) / 'skipped.jsonl'}, "
             "repair the data or raise data.max_skipped, then run the same command again"

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from multimodal.data.batch import Batch
 from multimodal.distributed import all_reduce_sum, gather_objects, rank, world_size
+from multimodal.errors import RunStopped
 from multimodal.models.two_tower import Features
 from multimodal.weights.pretrained import Pretrained
 
@@ -51,7 +52,7 @@ def train_step(
         clip_grad_norm: largest norm of the gradient; None leaves it.
 
     Raises:
-        FloatingPointError: on all ranks and before the update, when the loss or the gradient of
+        RunStopped: on all ranks and before the update, when the loss or the gradient of
             any rank is not finite.
     """
     torch.manual_seed(random_state(seed, step, rank()))
@@ -61,7 +62,7 @@ def train_step(
     norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
     result, finite = _agree(value, norm, features, len(batch.skipped))
     if not finite:
-        raise FloatingPointError(_describe(step, result, batch, features))
+        raise RunStopped(_describe(step, result, batch, features))
     if clip_grad_norm is not None:
         nn.utils.clip_grads_with_norm_(model.parameters(), clip_grad_norm, norm)
     for group in optimizer.param_groups:

@@ -65,8 +65,6 @@ def main() -> None:
     print(f"batch {options.batch_size}, mean length {lengths.float().mean():.1f}")
     difference = (whole - trimmed).abs().max().item()
     print(f"largest difference of text features at 77 and {longest}: {difference:.1e}")
-        f"largest difference of text features at 77 and {longest}: {(whole - trimmed).abs().max():.1e}"
-    )
     for name, seconds in best.items():
         print(f"{name:16}{seconds:8.2f} s  {base / seconds:5.2f} times as fast as OpenCLIP")
     report = {

@@ -12,6 +12,7 @@ from tools import RANDOM, make_shards, on_ranks, retrieval, rows, tiny_config, t
 import multimodal
 from multimodal.config import Config
 from multimodal.config_io import check
+from multimodal.errors import RunStopped
 from multimodal.evaluate.run import evaluate
 from multimodal.train import loop
 from multimodal.train.loop import train
@@ -234,7 +235,7 @@ def test_unreadable_samples_are_counted_listed_and_replaced(tmp_path):
 
 def test_too_many_unreadable_samples_stop_the_run_with_the_numbers(tmp_path):
     shards = make_shards(tmp_path / "data", 40, broken=(3, 17, 22))
-    with pytest.raises(RuntimeError, match=r"3 samples .* data.max_skipped=0.05 of 40.*skipped"):
+    with pytest.raises(RunStopped, match=r"3 samples .* data.max_skipped=0.05 of 40.*skipped"):
         train(tiny_config(tmp_path / "run", shards, "data.max_skipped=0.05"))
 
 

@@ -51,7 +51,7 @@ def mistake_of_a_full_disk(config):
     [
         (mistake_of, "train.batch_size=7", "number of processes can be 1, 7"),
         (mistake_of, "data.train.path=/nowhere", "ValueError: .*/nowhere"),
-        (mistake_of, "data.max_skipped=0", "RuntimeError: step .* 1 samples were unreadable"),
+        (mistake_of, "data.max_skipped=0", "RunStopped: step .* 1 samples were unreadable"),
         (mistake_of_a_full_disk, "data.max_skipped=0.5", "No space left"),
     ],
 )

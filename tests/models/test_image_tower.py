@@ -208,9 +208,9 @@ class TestPatchDropout:
 
 def test_stochastic_depth_grows_from_zero_to_the_rate_of_the_last_block():
     tower = make(depth=5, drop_path=0.2)
-    rates = [block.attn.drop_path.drop_prob for block in tower.encoder.blocks]
+    rates = [block.attn.drop_path.p for block in tower.encoder.blocks]
     assert rates == pytest.approx([0, 0.05, 0.1, 0.15, 0.2])
-    assert rates == [block.mlp.drop_path.drop_prob for block in tower.encoder.blocks]
+    assert rates == [block.mlp.drop_path.p for block in tower.encoder.blocks]
 
 
 def test_dropout_acts_on_every_branch_in_training_only():
