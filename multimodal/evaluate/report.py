@@ -18,7 +18,7 @@ from multimodal.weights.pretrained import Pretrained
 
 _COLUMNS = 4
 _TOP = 3
-_LINES_SHARE = 0.4
+_LINES_SHARE = 0.6
 """Height of the lines below a picture, as a share of its own."""
 
 
@@ -58,7 +58,7 @@ def draw_predictions(
     candidates: Sequence[str],
     figure: FigureBase,
     *,
-    count: int = 12,
+    count: int = 24,
     templates: Sequence[str] = ("{}",),
 ) -> None:
     """Draw pictures of a source, each with its three most probable names.
@@ -122,9 +122,9 @@ def _draw_cell(
     if captions and all(color == "black" for _, color in lines):
         lines.append((f"is: {_short(captions[0])}", "firebrick"))
     for number, (line, color) in enumerate(lines):
-        height = -0.03 - 0.09 * number
-        axes.text(0, height, line, color=color, fontsize=8, va="top", parse_math=False)
+        height = -0.04 - 0.14 * number
+        axes.text(0, height, line, color=color, fontsize=7.5, va="top", parse_math=False)
 
 
 def _short(text: str) -> str:
-    return textwrap.shorten(text, width=40, placeholder="...")
+    return textwrap.shorten(text, width=32, placeholder="...")

@@ -49,7 +49,7 @@ def _draw_curves(figure: FigureBase, rows: list[Row]) -> None:
         if panel in curves:
             for metric, points in curves[panel].items():
                 axes.plot(*zip(*points, strict=True), marker=".", label=metric)
-            axes.legend(fontsize=7)
+            axes.legend(fontsize=6, framealpha=0.5, loc="lower right")
         else:
             axes.plot([row["step"] for row in steps], [row[panel] for row in steps])
 
@@ -59,6 +59,7 @@ def _evaluation_curves(rows: list[Row]) -> dict[str, dict[str, list[tuple[int, f
     curves: dict[str, dict[str, list[tuple[int, float]]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
         for metric, value in row.items():
-            if "eval" in row and isinstance(value, float) and any(s in metric for s in _SHARES):
+            is_share = any(s in metric for s in _SHARES) and not metric.endswith("chance")
+            if "eval" in row and isinstance(value, float) and is_share:
                 curves[row["eval"]][metric].append((row["step"], value))
     return curves

@@ -28,7 +28,7 @@ from multimodal.distributed import (
     world_size,
 )
 from multimodal.errors import RunStopped
-from multimodal.evaluate.report import draw_predictions, first_captions
+from multimodal.evaluate.report import draw_predictions, first_captions, print_results
 from multimodal.evaluate.run import evaluate
 from multimodal.losses.build import build_loss
 from multimodal.train.checkpoint import Checkpoint, Checkpoints, load_optimizer
@@ -41,6 +41,7 @@ from multimodal.train.run_folder import (
     is_finished,
     locked,
     publish_model,
+    read_results,
     write_config,
     write_results,
 )
@@ -83,6 +84,7 @@ def train(config: Config) -> None:
                 log.info(
                     "finished: %s holds all %d steps; nothing to do", run, schedule.total_steps
                 )
+                on_main(lambda: print_results(read_results(run)))
                 return
             if lock is not None:
                 lock.sign()
@@ -307,6 +309,7 @@ def _finish(config: Config, pretrained: Pretrained, last: Checkpoint, report: Re
 
     on_main(write)
     log.info("finished: %s after %d steps; the model is in %s", run, last.step, run / "model")
+    on_main(lambda: print_results(read_results(run)))
 
 
 def _picture_sheet(config: Config, pretrained: Pretrained) -> Callable[[FigureBase], None] | None:

@@ -153,7 +153,7 @@ def write_config(run: Path, config: Config) -> None:
 def is_finished(run: Path, checkpoint: Path, evaluations: list[str]) -> bool:
     """Whether the end of the run has been written from this checkpoint, its last."""
     try:
-        results = json.loads((run / "results.json").read_text(encoding="utf-8"))
+        results = read_results(run)
     except (OSError, ValueError):
         return False
     names = _files(checkpoint / "model")
@@ -163,6 +163,11 @@ def is_finished(run: Path, checkpoint: Path, evaluations: list[str]) -> bool:
         and names == _files(run / "model")
         and all(file_hash(run / "model" / n) == file_hash(checkpoint / "model" / n) for n in names)
     )
+
+
+def read_results(run: Path) -> dict[str, dict[str, Any]]:
+    """The figures of all evaluations by name."""
+    return json.loads((run / "results.json").read_text(encoding="utf-8"))
 
 
 def write_results(run: Path, results: dict[str, dict[str, Any]]) -> None:
