@@ -17,7 +17,7 @@ fi
 stamp=".venv/installed-$1"
 if ! cmp -s pyproject.toml "$stamp"; then
   echo "Installing multimodal[$1] into .venv (a few minutes the first time) ..."
-  .venv/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[$1]"
+  .venv/bin/python -m pip install -qq --disable-pip-version-check --editable ".[$1]"
   cp pyproject.toml "$stamp"
 fi
 source .venv/bin/activate
