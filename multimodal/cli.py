@@ -18,7 +18,7 @@ from typing import Annotated, Literal, NoReturn
 import typer
 
 from multimodal.config import Config, EvaluateConfig
-from multimodal.config_io import dump_yaml, help_text, load_config
+from multimodal.config_io import dump_yaml, help_text, is_override, load_config
 from multimodal.errors import RunStopped
 
 app = typer.Typer(
@@ -30,7 +30,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-ModelArgument = Annotated[str, typer.Argument(help="Run folder or model folder.")]
+ModelArgument = Annotated[
+    str, typer.Argument(help="Run folder, model folder, or hf:FOLDER of a CLIP or SigLIP model.")
+]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps.")]
 BatchSize = Annotated[int, typer.Option(help="Pictures encoded at once.", min=1)]
 Workers = Annotated[int, typer.Option(help="Loader processes.", min=0)]
@@ -61,7 +63,11 @@ def train(
         return
     from multimodal.train.loop import train as run
 
-    run(resolved)
+    try:
+        run(resolved)
+    except KeyboardInterrupt:
+        typer.echo("interrupted; the same command goes on from the last checkpoint", err=True)
+        sys.exit(130)
 
 
 @app.command(
@@ -82,7 +88,15 @@ def evaluate(
     as_json: AsJson = False,
 ) -> None:
     """Zero-shot classification and retrieval on any data source."""
-    section = load_config(config or [str(Path(model) / "config.yaml")], EvaluateConfig, only=True)
+    arguments = config or []
+    if all(is_override(argument) for argument in arguments):
+        own = Path(model) / "config.yaml"
+        if not own.is_file():
+            raise ValueError(
+                f"{model} is not a run with evaluations of its own; name a CONFIG with `evaluate:`"
+            )
+        arguments = [str(own), *arguments]
+    section = load_config(arguments, EvaluateConfig, only=True)
     from multimodal.evaluate.report import print_results
     from multimodal.evaluate.run import evaluate_all
     from multimodal.weights.load import load
@@ -120,8 +134,11 @@ def classify(
     from multimodal.weights.load import load
 
     names = _read_labels(labels)
-    paths = [path for image in images for path in picture_files(image)]
-    probabilities = load(model, device=device).classify(paths, names, templates=template)
+    pretrained = load(model, device=device)
+    paths, broken = pretrained.readable([p for image in images for p in picture_files(image)])
+    for path, reason in broken.items():
+        typer.echo(f"{path}: left out: {reason}", err=True)
+    probabilities = pretrained.classify(paths, names, templates=template)
     scores, order = probabilities.topk(min(top, len(names)), dim=1)
     rows = [
         {"image": str(path), "labels": [names[i] for i in row], "probabilities": values}
@@ -129,16 +146,29 @@ def classify(
     ]
     if as_json:
         typer.echo(json.dumps(rows, indent=2))
-        return
-    for row in rows:
-        found = zip(row["labels"], row["probabilities"], strict=True)
-        typer.echo(f"{row['image']}: " + ", ".join(f"{name} {p:.1%}" for name, p in found))
+    else:
+        for row in rows:
+            found = zip(row["labels"], row["probabilities"], strict=True)
+            typer.echo(f"{row['image']}: " + ", ".join(f"{name} {p:.1%}" for name, p in found))
+    if broken:
+        sys.exit(1)
 
 
 def _read_labels(labels: str) -> list[str]:
     path = Path(labels)
-    text = path.read_text(encoding="utf-8").splitlines() if path.is_file() else labels.split(",")
-    return [name.strip() for name in text if name.strip()]
+    if os.path.isfile(path):  # unlike Path.is_file, no error for a very long text
+        return _read_lines(path)
+    if path.suffix == ".txt":
+        raise ValueError(f"--labels {labels}: there is no such file")
+    return [name.strip() for name in labels.split(",") if name.strip()]
+
+
+def _read_lines(path: Path) -> list[str]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError:
+        raise ValueError(f"--labels {path}: not a text file; give one name a line") from None
+    return [line.strip() for line in lines if line.strip()]
 
 
 @app.command(epilog=_verbatim("Example:\n  multimodal embed runs/quickstart photos/ embeddings/"))
@@ -165,7 +195,7 @@ def embed(
             load(model, device=device),
             source,
             out,
-            model_path=model,
+            model_path=str(Path(model).resolve()) if Path(model).exists() else model,
             dtype=dtype,
             rows_per_part=rows_per_part,
             batch_size=batch_size,
@@ -186,12 +216,16 @@ def search(
     as_json: AsJson = False,
 ) -> None:
     """Find pictures by a text or by a picture."""
+    from multimodal.data.source import has_picture_ending
     from multimodal.embed.format import read_manifest
     from multimodal.embed.search import search as find
     from multimodal.weights.load import load
 
+    is_picture = os.path.isfile(query)
+    if not query.strip() or (not is_picture and has_picture_ending(query)):
+        raise ValueError(f"query {query!r}: no such picture; give a picture file or a text")
     pretrained = load(model or read_manifest(index).model_path, device=device)
-    encode = pretrained.encode_image if Path(query).is_file() else pretrained.encode_text
+    encode = pretrained.encode_image if is_picture else pretrained.encode_text
     rows = find(index, encode([query]), k=top, fingerprint=pretrained.fingerprint())[0]
     if as_json:
         typer.echo(json.dumps([row.as_dict() for row in rows], indent=2))
@@ -207,11 +241,11 @@ def search(
     ),
 )
 def pack(
-    source: Annotated[str, typer.Argument(help="Folder, table, or demo:openmoji.")],
+    source: Annotated[str, typer.Argument(help="Folder, table, shards, or demo:openmoji.")],
     out: Annotated[Path, typer.Argument(help="Folder to write.")],
     samples_per_shard: Annotated[int, typer.Option(help="Samples in a shard.", min=1)] = 10_000,
 ) -> None:
-    """Write tar shards in the WebDataset layout."""
+    """Write tar shards in the WebDataset layout; a picture without a caption is left out."""
     if source == "demo:openmoji":
         from multimodal.data.demo import pack_openmoji
 
@@ -223,7 +257,11 @@ def pack(
 
     opened = source_from_path(source)
     with _progress("pack", len(opened)) as advance:
-        write(opened, out, samples_per_shard=samples_per_shard, progress=advance)
+        packed = write(opened, out, samples_per_shard=samples_per_shard, progress=advance)
+    typer.echo(
+        f"{out}: {sum(packed.samples)} samples in {len(packed.samples)} shard(s); train on it with "
+        f"data.train.kind=shards data.train.path={out}"
+    )
 
 
 @contextmanager
@@ -232,7 +270,8 @@ def _progress(name: str, total: int | None) -> Iterator[Callable[[int], None]]:
     from rich.console import Console
     from rich.progress import Progress
 
-    with Progress(console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(name, total=total)
         yield lambda count: bar.advance(task, count)
 

@@ -25,6 +25,7 @@ from pydantic import (
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Probability = Annotated[float, Field(ge=0, le=1)]
 ThreeFloats = Annotated[list[float], Field(min_length=3, max_length=3)]
+ThreePositiveFloats = Annotated[list[PositiveFloat], Field(min_length=3, max_length=3)]
 
 
 Unit = Literal["steps", "epochs", "samples", "percent", "minutes"]
@@ -90,7 +91,11 @@ class Section(BaseModel):
     """Base of every section: unknown keys are refused, values are read only and not converted."""
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
     )
 
 
@@ -249,7 +254,7 @@ class Preprocess(Section):
 
     mean: ThreeFloats = [0.48145466, 0.4578275, 0.40821073]
     """Mean of the red, green and blue channel, on a scale of 0 to 1. The default is CLIP's."""
-    std: ThreeFloats = [0.26862954, 0.26130258, 0.27577711]
+    std: ThreePositiveFloats = [0.26862954, 0.26130258, 0.27577711]
     """Standard deviation of the channels, on a scale of 0 to 1. The default is CLIP's."""
     interpolation: Literal["bicubic", "bilinear"] = "bicubic"
     """Resampling filter, antialiased."""
@@ -418,14 +423,14 @@ class Optim(Section):
 
     lr: PositiveFloat = 5e-4
     """Peak learning rate."""
-    betas: Annotated[list[float], Field(min_length=2, max_length=2)] = [0.9, 0.98]
+    betas: Annotated[list[Fraction], Field(min_length=2, max_length=2)] = [0.9, 0.98]
     """Decay rates of the gradient's first and second moment."""
     eps: PositiveFloat = 1e-6
     """Added to the root of the second moment."""
     weight_decay: NonNegativeFloat = 0.2
     """Decay of matrices; norms, biases, positions, class token and temperature have none."""
-    warmup: DurationText = "2000 steps"
-    """Linear rise of the learning rate from 0."""
+    warmup: DurationText = "5%"
+    """Linear rise of the learning rate from 0: `5%` of the run, `2000 steps`, ..."""
     final_lr: Probability = 0.0
     """Learning rate at the end as a share of the peak."""
     clip_grad_norm: PositiveFloat | None = 1.0
@@ -438,14 +443,14 @@ class Train(Section):
     batch_size: PositiveInt = 256
     """Pairs in a step over all processes; every pair is a negative of every other."""
     duration: DurationText = "32 epochs"
-    """Length of the run."""
+    """Length of the run: `32 epochs`, `1000 steps` or `2e6 samples`."""
 
 
 class Checkpoint(Section):
     """When the state of a run is saved."""
 
     every: EveryText = "1 epochs"
-    """Interval between checkpoints; the end of the run always saves one."""
+    """Interval between checkpoints, as a duration or `10 min`; the end always saves one."""
     keep: PositiveInt = 2
     """Complete checkpoints to keep; an older one is removed only after a newer one is complete."""
 
@@ -463,7 +468,7 @@ class Log(Section):
     """What a run reports."""
 
     every: EveryText = "10 steps"
-    """Interval between rows of metrics."""
+    """Interval between rows of metrics, as a duration or `10 min`."""
     wandb: Wandb = Wandb()
     """Weights & Biases."""
 
@@ -504,8 +509,17 @@ Evaluation = Annotated[Retrieval | ZeroShot, Field(discriminator="kind")]
 class EvaluateConfig(Section):
     """What `multimodal evaluate` reads."""
 
-    evaluate: Annotated[dict[str, Evaluation], Field(min_length=1)]
+    evaluate: dict[str, Evaluation]
     """Evaluations by name."""
+
+    @model_validator(mode="after")
+    def _something_to_evaluate(self):
+        if not self.evaluate:
+            raise ValueError(
+                "there is no evaluation; add one, such as evaluate.val.kind=retrieval "
+                "evaluate.val.data.kind=table evaluate.val.data.path=val.csv"
+            )
+        return self
 
 
 class Config(Section):
@@ -513,7 +527,7 @@ class Config(Section):
 
     run: str = "runs/default"
     """Run folder. Running the same command again resumes the run in it."""
-    seed: NonNegativeInt = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of weights, order, augmentation and dropout."""
     model: Model
     """What is trained."""

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -40,6 +40,8 @@ class _Loader(yaml.SafeLoader):
         seen: set[Any] = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, str):
+                raise ConfigError(f"{key_node.start_mark.name}: {key!r} is no name of a setting")
             if key in seen:
                 line = key_node.start_mark.line + 1
                 raise ConfigError(f"{key_node.start_mark.name}:{line}: key {key!r} is given twice")
@@ -70,11 +72,11 @@ def _parse(text: str, name: str) -> Any:
         loader.dispose()
 
 
-def read_yaml(path: str | Path) -> Tree:
+def read_yaml(path: str | Path, _above: tuple[Path, ...] = ()) -> Tree:
     """Read one file with its includes.
 
     Raises:
-        ConfigError: when it is missing, is not a mapping, or has a key twice.
+        ConfigError: when it is missing, is not a mapping, has a key twice or includes itself.
     """
     path = Path(path)
     if not path.is_file():
@@ -84,18 +86,26 @@ def read_yaml(path: str | Path) -> Tree:
     tree = _parse(path.read_text(encoding="utf-8"), str(path))
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: the top of a config file is a mapping, not {tree!r}")
+    names = tree.pop("include", [])
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"{path}: include is a list of files, such as [base.yaml], not {names!r}")
+    if path.resolve() in _above:
+        raise ConfigError(f"{path}: includes itself")
     merged: Tree = {}
-    for name in tree.pop("include", []):
-        merged = merge(merged, read_yaml(path.parent / name))
+    for name in names:
+        merged = merge(merged, read_yaml(path.parent / name, (*_above, path.resolve())))
     return merge(merged, tree)
 
 
 def merge(base: Tree, over: Tree) -> Tree:
-    """Return `base` with the values of `over`; a mapping whose `kind` differs is replaced whole."""
+    """Return `base` with the values of `over`.
+
+    A mapping whose `kind` differs is replaced whole, and an empty mapping empties.
+    """
     merged = dict(base)
     for key, value in over.items():
         old = merged.get(key)
-        if isinstance(old, dict) and isinstance(value, dict):
+        if isinstance(old, dict) and isinstance(value, dict) and value:
             same_kind = value.get("kind", old.get("kind")) == old.get("kind")
             value = merge(old, value) if same_kind else value
         merged[key] = value
@@ -206,22 +216,32 @@ def _variants(annotation: Any) -> list[type[BaseModel]]:
     return []
 
 
-def fields(schema: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str, str, str]]:
-    """Yield (dotted name, type, default, documentation) of every setting below `schema`.
+class Setting(NamedTuple):
+    """What `--help` says of one setting."""
 
-    Variants of a union follow each other; a name that several share is listed once for each kind.
-    """
+    name: str
+    """Dotted."""
+    variant: str
+    """The `kind` of its section, where the section has several kinds; else empty."""
+    type: str
+    default: str
+    documentation: str
+
+
+def fields(schema: type[BaseModel], prefix: str = "", variant: str = "") -> Iterator[Setting]:
+    """Yield every setting below `schema`; variants of a union follow each other."""
     for name, field in schema.model_fields.items():
         path = prefix + name
         sections = _variants(field.annotation)
         if not sections:
             default = "required" if field.default is PydanticUndefined else repr(field.default)
             kind = _type_name(field.annotation) + _limits(field.metadata)
-            yield path, kind, default, field.description or ""
+            yield Setting(path, variant, kind, default, field.description or "")
         if get_origin(field.annotation) is dict:
             path += ".NAME"
         for section in sections:
-            yield from fields(section, path + ".")
+            kinds = get_args(section.model_fields["kind"].annotation) if len(sections) > 1 else ()
+            yield from fields(section, path + ".", "".join(kinds))
 
 
 def _type_name(annotation: Any) -> str:
@@ -250,7 +270,14 @@ def _limits(metadata: Sequence[Any]) -> str:
 
 def help_text(schema: type[BaseModel]) -> str:
     """One block for each setting: name, type, default, documentation."""
-    lines = [f"{n} : {t} = {d}\n    {doc}" for n, t, d, doc in fields(schema)]
+    lines, variant = [], ""
+    for setting in fields(schema):
+        if setting.variant not in ("", variant):
+            section = setting.name.rpartition(".")[0]
+            lines.append(f"-- with {section}.kind={setting.variant}:")
+        variant = setting.variant
+        lines.append(f"{setting.name} : {setting.type} = {setting.default}")
+        lines.append(f"    {setting.documentation}")
     return "\n".join(lines)
 
 

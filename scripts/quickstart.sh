@@ -18,7 +18,7 @@ cat <<TEXT
   pictures     $data/pictures (held-out concepts as files)
 
 Try next (source .venv/bin/activate first):
-  multimodal classify $run $data/pictures --labels "a flag,food or drink,an animal,a face"
-  multimodal search $run/embeddings "pizza"
+  multimodal classify $run $data/pictures/airplane.png --labels "cat,pizza,airplane"
+  multimodal search $run/embeddings "red heart"
   multimodal train configs/recipes/quickstart.yaml run=runs/again train.duration="60 epochs"
 TEXT

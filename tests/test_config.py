@@ -84,6 +84,10 @@ def test_all_mistakes_are_listed_at_once_with_the_nearest_name(base):
         ("checkpoint.every=0 steps", "must be above 0"),
         ("loss.kind=sigmoid", "loss.kind=sigmoid needs model.logit_bias"),
         ("data.templates=[a photo]", "must contain {} once"),
+        ("optim.betas=[0.9, 1.5]", "optim.betas.1 = 1.5: input should be less than 1"),
+        ("optim.lr=1e400", "finite number"),
+        ("model.preprocess.std=[0.0, 1.0, 1.0]", "should be greater than 0"),
+        ("seed=9223372036854775808", "should be less than"),
         ("model.text.causal=false", "mask_padding=true"),
         ("nowhere.yaml", "no such file"),
     ],
@@ -106,6 +110,27 @@ def test_includes_are_merged_first_and_relative_to_the_file(tmp_path):
     (tmp_path / "a.yaml").write_text("optim: {lr: 1, eps: 2}\n")
     (tmp_path / "sub" / "b.yaml").write_text("include: [../a.yaml]\noptim: {lr: 3}\n")
     assert read_yaml(tmp_path / "sub" / "b.yaml") == {"optim": {"lr": 3, "eps": 2}}
+
+
+def test_a_file_that_includes_itself_is_refused(tmp_path):
+    (tmp_path / "a.yaml").write_text("include: [b.yaml]\n")
+    (tmp_path / "b.yaml").write_text("include: [a.yaml]\n")
+    with pytest.raises(ConfigError, match="includes itself"):
+        read_yaml(tmp_path / "a.yaml")
+
+
+@pytest.mark.parametrize("include", ["base.yaml", "", "[1]"])
+def test_include_must_be_a_list_of_files(tmp_path, include):
+    (tmp_path / "a.yaml").write_text(f"include: {include}\n")
+    with pytest.raises(ConfigError, match="include is a list of files"):
+        read_yaml(tmp_path / "a.yaml")
+
+
+def test_an_empty_mapping_empties(base):
+    arguments = [base, "evaluate.a={kind: retrieval, data: {kind: folder, path: x}}"]
+    assert load_config(arguments, Config).evaluate
+    assert not load_config([*arguments, "evaluate={}"], Config).evaluate
+    assert merge({"evaluate": {"a": 1}}, {"evaluate": {}}) == {"evaluate": {}}
 
 
 def test_the_resolved_config_rebuilds_itself(base):
@@ -154,6 +179,7 @@ def test_mistakes_exit_with_2_before_anything_is_made(base, tmp_path):
 
 def test_help_lists_every_setting_with_type_default_and_documentation():
     text = run("train", "--help").stdout
-    for name, kind, default, documentation in fields(Config):
-        assert f"{name} : {kind} = {default}" in text
-        assert documentation in text
+    for setting in fields(Config):
+        assert f"{setting.name} : {setting.type} = {setting.default}" in text
+        assert setting.documentation in text
+    assert "-- with model.image.kind=timm:" in text

@@ -106,10 +106,10 @@ def test_every_setting_is_documented_and_read_somewhere():
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute)
     }
-    for name, _, _, documentation in fields(Config):
-        leaf = name.rpartition(".")[2]
-        assert documentation, f"{name} has no documentation"
-        assert leaf in code or leaf == "kind", f"{name} is read nowhere"
+    for setting in fields(Config):
+        leaf = setting.name.rpartition(".")[2]
+        assert setting.documentation, f"{setting.name} has no documentation"
+        assert leaf in code or leaf == "kind", f"{setting.name} is read nowhere"
 
 
 def test_settings_tables_stay_small():

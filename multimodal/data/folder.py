@@ -84,6 +84,10 @@ class FolderSource:
         for name in self._names:
             size = (self._root / name).stat().st_size
             digest.update(f"{name}\t{size}\n".encode("utf-8", "surrogateescape"))
+        for key in sorted(self._sidecars):
+            for ending in (".txt", ".json"):
+                if (text := self._beside(key, ending)) is not None:
+                    digest.update(hashlib.sha256(text).digest())
         return digest.hexdigest()
 
     def _beside(self, stem: str, ending: str) -> bytes | None:

@@ -1,8 +1,9 @@
 """Encoded pictures to uint8 tensors: decoding, random changes, and the size a tower takes.
 
 JPEGs go through torchvision (libjpeg-turbo), everything else through Pillow. Pixels stay uint8 with
-the channel last in memory, where PyTorch's antialiased resize gives Pillow's pixels to within one
-grey level at several times its speed. Nothing here draws from a global random state.
+the channel last in memory, where PyTorch's antialiased resize is several times as fast as Pillow's.
+On photographs the two differ by one grey level or two; on noise of black and white pixels, by up to
+16. Nothing here draws from a global random state.
 """
 
 from __future__ import annotations
@@ -149,7 +150,11 @@ def _to_8_bits(image: Image.Image) -> Image.Image:
     values = np.array(image)
     if image.mode == "F" or values.min() < 0 or values.max() > 65535:
         raise BadSample("image without a fixed range", detail=f"mode {image.mode}")
-    return Image.fromarray(((values.astype(np.uint32) + 128) // 257).astype(np.uint8))
+    result = Image.fromarray(((values.astype(np.uint32) + 128) // 257).astype(np.uint8))
+    transparent = image.info.get("transparency")
+    if transparent is not None:
+        result.putalpha(Image.fromarray(np.where(values == transparent, 0, 255).astype(np.uint8)))
+    return result
 
 
 # --- to the size of the tower --------------------------------------------------------------------

@@ -59,8 +59,9 @@ def train_loader(
 ) -> DataLoader[Batch]:
     """Loader of this rank's `Batch` for each step in [start_step, end_step), in order.
 
-    An unusable sample is replaced by the one that stands the same number of whole batches later in
-    the order, so that a batch never holds a sample twice, and is reported in `Batch.skipped`.
+    An unusable sample is replaced by the one that stands whole batches later in the order, and is
+    reported in `Batch.skipped`. Within an epoch a batch never holds a sample twice; one that
+    reaches into the next epoch may.
 
     Args:
         batch_size: Pairs in a step over all ranks.

@@ -98,6 +98,11 @@ def split_name(name: str) -> tuple[str, str]:
     return key, extension.lower()
 
 
+def has_picture_ending(name: str) -> bool:
+    """Whether a file of this name would be read as a picture."""
+    return split_name(name)[1] in IMAGE_EXTENSIONS
+
+
 def even_groups(count: int, size: int = 1000) -> list[int]:
     """Cut `count` samples that need no locality into small groups, so that they mix well."""
     whole, rest = divmod(count, size)

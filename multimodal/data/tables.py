@@ -114,7 +114,7 @@ def _check_columns(path: Path, names: list[str], *needed: str) -> None:
     missing = [name for name in needed if name not in names]
     if not missing:
         return
-    hint = "set image_column and caption_column to the names in the table"
+    hint = "rename its columns, or set image_column and caption_column in a config"
     if len(names) == 1 and any(separator in names[0] for separator in "\t,;|"):
         hint = "its separator seems wrong: .csv means commas and .tsv means tabs"
     raise ValueError(f"{path}: no column {', '.join(missing)}; it has {names}; {hint}")
@@ -134,7 +134,7 @@ def _check_paths(path: Path, rows: _Rows, image: str) -> None:
 
 def _read_csv(path: Path, separator: str, texts: tuple[str, ...]) -> pa.Table:
     """All columns in memory; `texts` are kept as text, and text is never read as null."""
-    return csv.read_csv(
+    table = csv.read_csv(
         path,
         parse_options=csv.ParseOptions(delimiter=separator, newlines_in_values=True),
         # Text that is not UTF-8 then spoils its own row, on reading, and not the table.
@@ -144,6 +144,10 @@ def _read_csv(path: Path, separator: str, texts: tuple[str, ...]) -> pa.Table:
             check_utf8=False,
         ),
     )
+    times = [i for i, kind in enumerate(table.schema.types) if pa.types.is_temporal(kind)]
+    for i in times:
+        table = table.set_column(i, table.schema.names[i], table.column(i).cast(pa.string()))
+    return table
 
 
 def _open_parquet(path: Path, image: str, caption: str) -> _Rows:
@@ -159,6 +163,8 @@ def _is_text(kind: pa.DataType) -> bool:
 
 
 def _is_scalar(kind: pa.DataType) -> bool:
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
     is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind)
     return _is_text(kind) or is_number or pa.types.is_boolean(kind)
 

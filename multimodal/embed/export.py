@@ -129,9 +129,12 @@ def export(
 
 
 def _prepare(out: Path, manifest: Manifest) -> bool:
-    """Make or check the folder; True when it is complete already."""
+    """Make or check the folder; True when it is complete already, and as it was written."""
     begun = (out / MANIFEST_FILE).is_file()
     complete = begun and _check_same(out, manifest).complete
+    complete = complete and all(
+        _is_finished(out, part_name(number)) for number in range(manifest.part_count())
+    )
     expected = {
         vector_file(kind, part_name(number))
         for kind in ("image", "text")
@@ -166,7 +169,8 @@ def _check_same(out: Path, manifest: Manifest) -> Manifest:
 def _is_finished(out: Path, name: str) -> bool:
     if not (out / record_file(name)).is_file():
         return False
-    return all((out / file).is_file() for file in read_record(out, name).part.files)
+    files = read_record(out, name).part.files.items()
+    return all((out / f).is_file() and file_hash(out / f) == digest for f, digest in files)
 
 
 def _encode(

@@ -109,16 +109,23 @@ def _chunks(
         if not part.rows:
             continue
         path = folder / vector_file(kind, part.name)
-        vectors = np.load(path, mmap_mode="r") if path.is_file() else None
+        vectors = _load(path)
         if vectors is None or vectors.shape != (part.rows, manifest.dim):
             raise ValueError(
-                f"{path} is missing or not [{part.rows}, {manifest.dim}] as the manifest says; "
-                "restore it or export again"
+                f"{path} is missing, damaged or not [{part.rows}, {manifest.dim}] as the manifest "
+                "says; run `multimodal embed` again, which repairs it"
             )
         for start in range(0, part.rows, _CHUNK_ROWS):
             chunk = vectors[start : start + _CHUNK_ROWS].astype(np.float32)
             yield first + start, chunk
         first += part.rows
+
+
+def _load(path: Path) -> np.ndarray | None:
+    try:
+        return np.load(path, mmap_mode="r")
+    except (OSError, ValueError, EOFError):
+        return None
 
 
 def _metadata(folder: Path, manifest: Manifest, rows: np.ndarray) -> dict[int, dict[str, Any]]:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from multimodal import config
 from multimodal.data.build import open_source
+from multimodal.data.source import BadSample, Source
 from multimodal.evaluate.metrics import accuracy, class_ranks
 from multimodal.evaluate.parts import (
     failing_together,
@@ -65,6 +66,22 @@ def _class_embeddings(pretrained: Pretrained, section: config.ZeroShot) -> Tenso
     with failing_together():
         own = [pretrained.class_embeddings(names, section.templates)] if names else []
     return gather_features(own, pretrained.model.embed_dim)
+
+
+def check_labels(source: Source, section: config.ZeroShot, *, samples: int = 200) -> None:
+    """See that the labels of some samples, spread over the source, are classes.
+
+    Raises:
+        ValueError: when one is not, or a class is there twice.
+    """
+    refuse_repeated("classes", section.classes)
+    rows = {name: row for row, name in enumerate(section.classes)}
+    for index in range(0, len(source), max(1, len(source) // samples)):
+        try:
+            sample = source.read(index)
+        except BadSample:
+            continue
+        class_row(sample.meta, section.label, rows, sample.key)
 
 
 def class_row(meta: dict, field: str, rows: dict[str, int], key: str) -> int:

@@ -25,6 +25,7 @@ class HfTextTower(nn.Module):
         self.pool = section.pool
         self.model = _text_part(_read(section), section.name)
         self.width: int = self.model.config.hidden_size
+        self.vocab_size: int = self.model.get_input_embeddings().num_embeddings
         _check_context(section, self.model)
 
     def save_architecture(self, folder: Path | str) -> None:
@@ -77,6 +78,11 @@ def _text_part(model: PreTrainedModel, name: str) -> PreTrainedModel:
             f"model.text.name={name!r} is a {type(model).__name__}, which has no hidden_size; "
             "choose a text model such as a BERT"
         )
+    if "siglip" in model.config.model_type:
+        raise ValueError(
+            f"model.text.name={name!r} is a SigLIP text tower, whose padding must be seen and "
+            "never cut; use configs/model/siglip2-b-16.yaml, or load the whole model as hf:NAME"
+        )
     if getattr(model, "pooler", None) is not None:
         model.pooler = None
     return model
@@ -84,6 +90,8 @@ def _text_part(model: PreTrainedModel, name: str) -> PreTrainedModel:
 
 def _check_context(section: config.HfText, model: PreTrainedModel) -> None:
     longest = getattr(model.config, "max_position_embeddings", None)
+    if longest is not None and "roberta" in model.config.model_type:
+        longest -= model.config.pad_token_id + 1  # its positions start after the padding's
     if longest is not None and section.context_length > longest:
         raise ValueError(
             f"model.text.context_length={section.context_length} is more than the {longest} "

@@ -27,6 +27,7 @@ class TextTower(nn.Module):
         super().__init__()
         self.section = section
         self.width = section.width
+        self.vocab_size = section.vocab_size
         self.token_embedding = nn.Embedding(section.vocab_size, section.width)
         self.position = (
             LearnedPosition(section.context_length, section.width)

@@ -81,14 +81,11 @@ def train(config: Config) -> None:
             for change in changes:
                 log.info("changed since the run was started: %s", change)
             if on_main(lambda: _is_finished(config, schedule, found)):
-                log.info(
-                    "finished: %s holds all %d steps; nothing to do", run, schedule.total_steps
-                )
+                log.info("finished: %s holds %d steps; nothing to do", run, found.step)
                 on_main(lambda: print_results(read_results(run)))
                 return
             if lock is not None:
                 lock.sign()
-                write_config(run, config)
                 checkpoints.remove_incomplete()
             _run(config, accelerator, source, schedule, checkpoints, found, fingerprint)
     finally:
@@ -115,6 +112,7 @@ def _run(
     """From the checkpoint, or from fresh weights, to the end."""
     start, skipped = (found.step, found.state["skipped"]) if found else (0, 0)
     pretrained = starting_model(config, source, found, accelerator.device)
+    on_main(lambda: write_config(Path(config.run), config))
     _announce(accelerator, source, schedule, pretrained, found)
     optimizer = build_optimizer(pretrained.model, config.optim)
     if found:
@@ -126,6 +124,8 @@ def _run(
     meter, clock = Meter(), _Clock(config)
 
     with Report(config, accelerator, start_step=start, total_steps=schedule.total_steps) as report:
+        if found is not None:
+            _evaluate_due(config, schedule, pretrained, report, start)
         for step in range(start + 1, schedule.total_steps + 1):
             meter.start()
             batch = next(batches).to(accelerator.device)
@@ -157,17 +157,15 @@ def _run(
                 )
                 meter.restart()
 
-            for name, section in config.evaluate.items():
-                if schedule.is_time(section.every, step, minutes=minutes):
-                    report.evaluation(step, name, _evaluate(config, pretrained, name))
-
             if schedule.is_time(config.checkpoint.every, step, minutes=minutes):
                 report.flush()
                 state = _state(config, source, schedule, step, skipped, fingerprint)
                 found = _save(config, checkpoints, state, pretrained, optimizer)
 
+            _evaluate_due(config, schedule, pretrained, report, step, minutes)
+
         assert found is not None, "the last step saves a checkpoint"
-        _finish(config, pretrained, found, report)
+        _finish(config, pretrained, found)
 
 
 def _announce(
@@ -234,8 +232,26 @@ def _row(schedule: Schedule, step: int, result: StepResult, hashed: str) -> Row:
     return row if result.logit_bias is not None else {k: row[k] for k in row if k != "logit_bias"}
 
 
-def _evaluate(config: Config, pretrained: Pretrained, name: str) -> Row:
-    return evaluate(pretrained, config.evaluate[name], workers=config.data.workers)
+def _evaluate_due(
+    config: Config,
+    schedule: Schedule,
+    pretrained: Pretrained,
+    report: Report,
+    step: int,
+    minutes: tuple[float, float] = (0.0, 0.0),
+) -> None:
+    """Run the evaluations that belong to a step and have no row yet.
+
+    They come after the checkpoint, which a broken evaluation then cannot cost; a run that was
+    stopped between the two makes up for them when it resumes.
+    """
+    sections = config.evaluate.items()
+    due = [name for name, s in sections if schedule.is_time(s.every, step, minutes=minutes)]
+    if due:
+        done = on_main(lambda: _evaluations_at(Path(config.run), step))
+        for name in (n for n in due if n not in done):
+            figures = evaluate(pretrained, config.evaluate[name], workers=config.data.workers)
+            report.evaluation(step, name, figures)
 
 
 def _check_budget(config: Config, schedule: Schedule, step: int, skipped: int) -> None:
@@ -292,13 +308,9 @@ def _save(
     return Checkpoint(path, state)
 
 
-def _finish(config: Config, pretrained: Pretrained, last: Checkpoint, report: Report) -> None:
-    """Write what is left of the run: missing evaluations, results, curves, the model."""
+def _finish(config: Config, pretrained: Pretrained, last: Checkpoint) -> None:
+    """Write what is left of the run: results, report, the model."""
     run = Path(config.run)
-    done = on_main(lambda: _evaluations_at(run, last.step))
-    for name in config.evaluate:
-        if name not in done:
-            report.evaluation(last.step, name, _evaluate(config, pretrained, name))
 
     def write() -> None:
         results = _evaluations_at(run, last.step)

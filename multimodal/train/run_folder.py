@@ -36,7 +36,6 @@ MAY_CHANGE = (
 )
 """Settings that a resumed run may have changed; all others would make it another run."""
 
-_OURS = ("metrics.jsonl", "checkpoints", "results.json", "model")
 _held: set[int] = set()
 
 
@@ -94,10 +93,10 @@ def locked(run: Path) -> Iterator[Lock | None]:
 
 
 def _take(run: Path, locks: list[Lock]) -> None:
-    found = [name for name in _OURS if (run / name).exists()]
+    found = sorted(p.name for p in run.glob("[!.]*")) if run.is_dir() else []
     if found and not (run / "config.yaml").exists():
         raise ValueError(
-            f"run={str(run)!r} holds {', '.join(found)} but no config.yaml, so it is not a run "
+            f"run={str(run)!r} holds {', '.join(found[:5])} but no config.yaml, so it is not a run "
             "that can be resumed; choose another folder with run=..."
         )
     locks.append(Lock(run))

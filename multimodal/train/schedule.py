@@ -88,6 +88,14 @@ def plan(train: Train, optim: Optim, *, data_size: int) -> Schedule:
     total = to_steps(train.duration, batch_size=train.batch_size, data_size=data_size)
     if total < 1:
         raise ValueError(f"train.duration={train.duration!r} is no step; give at least 1 step")
+    if train.batch_size > data_size:
+        log.warning(
+            "train.batch_size=%d is more than the %d samples: a batch then holds pictures several "
+            "times, and each is a wrong negative of its copies; use at most %d",
+            train.batch_size,
+            data_size,
+            data_size,
+        )
     warmup = to_steps(
         optim.warmup, batch_size=train.batch_size, data_size=data_size, total_steps=total
     )

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from multimodal import config
 from multimodal.config import Config
@@ -15,7 +16,8 @@ from multimodal.data.build import open_source
 from multimodal.data.images import ImageTransform
 from multimodal.data.source import BadSample, Source
 from multimodal.data.text import Tokenizer, build_tokenizer
-from multimodal.distributed import gather_objects, main_first, on_main
+from multimodal.distributed import gather_objects, main_first, on_main, world_size
+from multimodal.evaluate.zero_shot import check_labels
 from multimodal.models.build import build_model
 from multimodal.train.checkpoint import Checkpoint
 from multimodal.weights.load import load
@@ -38,11 +40,13 @@ def open_data(config: Config) -> Source:
     return source
 
 
-def _open_evaluations(config: Config) -> None:
-    for name, section in config.evaluate.items():
+def _open_evaluations(whole: Config) -> None:
+    for name, section in whole.evaluate.items():
         for data in (section.data, *getattr(section, "more_captions", ())):
             try:
-                open_source(data)
+                source = open_source(data)
+                if isinstance(section, config.ZeroShot):
+                    check_labels(source, section)
             except ValueError as error:
                 raise ValueError(f"evaluate.{name}: {error}") from error
 
@@ -74,15 +78,35 @@ def starting_model(
 ) -> Pretrained:
     """The model on its device with its tokenizer: the checkpoint's, or new and seeded."""
     if found is not None:
-        return load(found.model, device=device)
+        pretrained = load(found.model, device=device)
+        _refuse_batch_norm(pretrained.model)
+        return pretrained
     tokenizer = _new_tokenizer(config, source)
     torch.manual_seed(config.seed)
+    model = build_model(config.model)
+    _refuse_batch_norm(model)
     return Pretrained(
-        model=build_model(config.model).to(device),
+        model=model.to(device),
         transform=ImageTransform(config.model.image.image_size, config.model.preprocess),
         tokenizer=tokenizer,
         config=config.model,
     )
+
+
+def _refuse_batch_norm(model: nn.Module) -> None:
+    """With several processes its statistics are of a part of the batch, and the gradient is wrong.
+
+    Raises:
+        ValueError: when there are several processes and the model has one.
+    """
+    kind = nn.modules.batchnorm._BatchNorm
+    names = [name for name, module in model.named_modules() if isinstance(module, kind)]
+    if names and world_size() > 1:
+        raise ValueError(
+            f"{names[0]} and {len(names) - 1} more layers are batch normalisations, which make a "
+            "run depend on the number of processes; train in one process, or choose a tower with "
+            "layer normalisation, such as a ViT or a ConvNeXt"
+        )
 
 
 def _new_tokenizer(config: Config, source: Source) -> Tokenizer:

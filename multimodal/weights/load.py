@@ -224,7 +224,16 @@ def load_weights(model: TwoTower, path: Path) -> None:
 
 
 def _device(name: str | torch.device) -> torch.device:
-    if name != "auto":
-        return torch.device(name)
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return torch.device("cpu") if accelerator is None else accelerator
+    best = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    if name == "auto":
+        return best
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "meta", best.type):
+        raise ValueError(
+            f"device={str(name)!r} is not here; this machine has {best.type}"
+            f"{'' if best.type == 'cpu' else ' and cpu'}, or say auto"
+        )
+    return device

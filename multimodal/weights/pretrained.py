@@ -43,6 +43,14 @@ class Pretrained:
     tokenizer: Tokenizer
     config: config.Model
 
+    def __post_init__(self):
+        rows = self.model.text.vocab_size
+        if self.tokenizer.vocab_size > rows:
+            raise ValueError(
+                f"the tokenizer has {self.tokenizer.vocab_size} ids and the text tower {rows} "
+                "embeddings, so they do not belong together; set model.tokenizer to the tower's own"
+            )
+
     @property
     def device(self) -> torch.device:
         """Where the model's weights are."""
@@ -70,6 +78,24 @@ class Pretrained:
             pixels = [self._pixels(image, start + i) for i, image in enumerate(chunk)]
             features[start : start + len(chunk)] = self._embed_pixels(torch.stack(pixels))
         return features
+
+    def readable(self, paths: Sequence[Path]) -> tuple[list[Path], dict[Path, str]]:
+        """Sort picture files into those that can be read and those that cannot, with the reason.
+
+        Raises:
+            ValueError: when none can be read.
+        """
+        good: list[Path] = []
+        broken: dict[Path, str] = {}
+        for index, path in enumerate(paths):
+            try:
+                self._pixels(path, index)
+                good.append(path)
+            except ValueError as error:
+                broken[path] = str(error.__cause__)
+        if not good:
+            raise ValueError("; ".join(f"{path}: {reason}" for path, reason in broken.items()))
+        return good, broken
 
     def encode_source(
         self, source: Source, indices: Sequence[int], *, batch_size: int, workers: int

@@ -440,3 +440,10 @@ def test_hue_turns_colours_about_gray():
     assert distance(third[:, 0, 1], colours[:, 0, 1]) > 20
     back = change_colors(third, 0.4, Fixed(1.0, 1.0, 1.0, -1 / 3), gray=False)
     assert distance(back, colours) <= 2
+
+
+def test_the_transparent_value_of_a_16_bit_png_is_white():
+    image = Image.fromarray(np.array([[0, 300, 65535]], np.uint16))
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG", transparency=0)
+    assert decode(buffer.getvalue())[0].tolist() == [[255, 1, 255]]

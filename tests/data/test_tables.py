@@ -6,6 +6,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from multimodal.data import tables
+from multimodal.data.build import source_from_path
 from multimodal.data.source import BadSample
 from multimodal.data.tables import TableSource
 
@@ -164,3 +165,13 @@ def test_fingerprint_and_place(folder):
     assert second.fingerprint() != before
     with pytest.raises(IndexError):
         second.read(1)
+
+
+def test_dates_and_categories_are_metadata_too(tmp_path):
+    (tmp_path / "a.jpg").write_bytes(b"a")
+    (tmp_path / "t.csv").write_text("image,caption,day\na.jpg,one,2024-02-03\n")
+    table = pa.table({"image": ["a.jpg"], "caption": ["one"]})
+    table = table.append_column("kind", pa.array(["cat"]).dictionary_encode())
+    pq.write_table(table, tmp_path / "t.parquet")
+    assert source_from_path(str(tmp_path / "t.csv")).read(0).meta == {"day": "2024-02-03"}
+    assert source_from_path(str(tmp_path / "t.parquet")).read(0).meta == {"kind": "cat"}

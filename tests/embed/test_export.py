@@ -241,3 +241,20 @@ def test_three_ranks_write_what_one_writes(exported, pictures, tmp_path):
     torch.set_num_threads(1)
     on_ranks(3, run, pictures, tmp_path)
     assert contents(tmp_path) == contents(exported)
+
+
+def test_a_damaged_file_of_a_complete_folder_is_written_again(pictures, tmp_path):
+    run(pictures, tmp_path)
+    path = tmp_path / "img_emb/img_emb_00001.npy"
+    sound = path.read_bytes()
+    path.write_bytes(sound[:-1] + bytes([sound[-1] ^ 1]))
+    run(pictures, tmp_path)
+    assert path.read_bytes() == sound
+
+
+def test_changed_captions_are_other_data(tmp_path):
+    folder = write_pictures(tmp_path / "pictures", [["red"], ["blue"]])
+    run(folder, tmp_path / "out")
+    (folder / "000.json").write_text('{"captions": ["rot"]}')
+    with pytest.raises(ValueError, match="source_fingerprint"):
+        run(folder, tmp_path / "out")

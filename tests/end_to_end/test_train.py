@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from tools import RANDOM, make_shards, on_ranks, retrieval, rows, tiny_config, tiny_tree
 
 import multimodal
-from multimodal.config import Config
+from multimodal.config import Config, Retrieval
 from multimodal.config_io import check
 from multimodal.errors import RunStopped
 from multimodal.evaluate.run import evaluate
@@ -256,3 +256,23 @@ def test_16_bit_training_keeps_loss_and_weights_in_32_bit(shards, tmp_path, capl
         assert ours["batch_hash"] == theirs["batch_hash"]
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=0.02)
         assert ours["loss"] != theirs["loss"]
+
+
+def test_a_label_that_is_no_class_is_found_before_the_first_step(shards, tmp_path):
+    data = f"{{kind: shards, path: {shards}}}"
+    evaluation = f"evaluate.a={{kind: zero_shot, classes: [x, y], data: {data}}}"
+    with pytest.raises(ValueError, match="evaluate.a: sample .* neither one of the 2 class names"):
+        train(tiny_config(tmp_path / "run", shards, evaluation))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_broken_evaluation_does_not_cost_the_checkpoint(shards, tmp_path, monkeypatch):
+    config = tiny_config(tmp_path / "run", shards)
+    config = config.model_copy(update={"evaluate": {"a": check(retrieval(shards), Retrieval)}})
+    with monkeypatch.context() as patch:
+        stop_at(patch, "evaluate")
+        with pytest.raises(PowerCut):
+            train(config)
+    assert (tmp_path / "run/checkpoints/step-00000012").is_dir()
+    train(config)
+    assert (tmp_path / "run/results.json").is_file()

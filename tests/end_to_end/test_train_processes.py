@@ -53,6 +53,7 @@ def mistake_of_a_full_disk(config):
         (mistake_of, "data.train.path=/nowhere", "ValueError: .*/nowhere"),
         (mistake_of, "data.max_skipped=0", "RunStopped: step .* 1 samples were unreadable"),
         (mistake_of_a_full_disk, "data.max_skipped=0.5", "No space left"),
+        (mistake_of, "model.image={kind: timm, name: test_byobnet}", "batch normalisations"),
     ],
 )
 def test_a_mistake_on_any_rank_ends_all(tmp_path, function, override, message):

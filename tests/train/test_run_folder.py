@@ -133,3 +133,9 @@ def test_the_published_model_is_whole_or_absent(tmp_path, monkeypatch):
     publish_model(tmp_path, checkpoint)
     assert (tmp_path / "model/text/b").read_text() == "new"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoints", "model"]
+
+
+def test_a_folder_with_other_files_is_not_taken_for_a_run(tmp_path):
+    (tmp_path / "holiday.jpg").write_bytes(b"")
+    assert "holiday.jpg but no config.yaml" in refusal(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["holiday.jpg"]

@@ -1,5 +1,6 @@
 """The Python face: pictures and texts to unit vectors and probabilities."""
 
+import dataclasses
 import io
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from PIL import Image
 from tiny import EMBED_DIM, WORDS, damage, picture, tiny_pretrained, tiny_section, write_pictures
 
+from multimodal.models.build import build_model
 from multimodal.weights.pretrained import fill
 
 
@@ -144,3 +146,11 @@ def test_the_fingerprint_tells_weights_apart():
     with torch.no_grad():
         same.model.temperature.logit_scale += 1e-6
     assert pretrained.fingerprint() != same.fingerprint()
+
+
+def test_a_tokenizer_with_more_ids_than_the_tower_is_refused():
+    pretrained = tiny_pretrained()
+    text = tiny_section().text.model_dump()
+    text["vocab_size"] = pretrained.tokenizer.vocab_size - 1
+    with pytest.raises(ValueError, match="do not belong together"):
+        dataclasses.replace(pretrained, model=build_model(tiny_section(text=text)))

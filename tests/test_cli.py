@@ -1,0 +1,99 @@
+"""The command line: what it prints, its exit codes, and one clear sentence for each mistake."""
+
+import json
+import sys
+
+import pytest
+from tiny import picture, tiny_pretrained, tiny_section, write_pictures
+
+from multimodal import cli
+from multimodal.weights.save import save_model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model in `model/`, pictures in `pictures/`, and one file that is no picture."""
+    folder = tmp_path_factory.mktemp("cli")
+    pretrained = tiny_pretrained()
+    save_model(
+        folder / "model",
+        model=pretrained.model,
+        section=tiny_section(),
+        tokenizer=pretrained.tokenizer,
+    )
+    write_pictures(folder / "pictures", [["red"], ["green"], ["blue"]])
+    (folder / "broken.png").write_bytes(b"no picture")
+    return folder
+
+
+@pytest.fixture
+def run(folder, monkeypatch, capsys):
+    def call(*arguments, cwd=folder):
+        monkeypatch.chdir(cwd)
+        monkeypatch.setattr(sys, "argv", ["multimodal", *map(str, arguments)])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        shown = capsys.readouterr()
+        return end.value.code or 0, shown.out, shown.err
+
+    return call
+
+
+def test_classify_gives_labels_by_probability(run):
+    code, out, _ = run("classify", "model", "pictures", "--labels", "red, green", "--json")
+    rows = json.loads(out)
+    assert code == 0 and len(rows) == 3
+    for row in rows:
+        assert sorted(row["labels"]) == ["green", "red"]
+        assert row["probabilities"][0] >= row["probabilities"][1]
+        assert sum(row["probabilities"]) == pytest.approx(1, abs=1e-5)
+
+
+def test_classify_names_a_broken_picture_and_goes_on(run):
+    code, out, error = run("classify", "model", "broken.png", "pictures", "--labels", "a,b")
+    assert code == 1 and len(out.splitlines()) == 3
+    assert "broken.png: left out: not an image" in error
+
+
+def test_labels_may_be_a_file_or_a_long_text(run, folder):
+    (folder / "labels.txt").write_text("red\n\n green, dark \n")
+    _, out, _ = run("classify", "model", "pictures", "--labels", "labels.txt", "--json")
+    assert sorted(json.loads(out)[0]["labels"]) == ["green, dark", "red"]
+    many = ",".join(f"label {i}" for i in range(99))
+    assert run("classify", "model", "pictures", "--labels", many)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["classify", "model", "pictures", "--labels", "no.txt"], "there is no such file"),
+        (["classify", "model", "pictures", "--labels", "broken.bin"], "not a text file"),
+        (["classify", "model", "gone.png", "--labels", "a,b"], "no such picture or folder"),
+        (["classify", "model", "broken.png", "--labels", "a,b"], "broken.png: not an image"),
+        (["classify", "nowhere", "pictures", "--labels", "a,b"], "no model at"),
+        (["classify", "model", "pictures", "--labels", "a,b", "--device", "banana"], "is not here"),
+        (["search", "embedded", "gone.png"], "no such picture"),
+        (["search", "embedded", " "], "no such picture"),
+        (["evaluate", "model"], "is not a run with evaluations of its own"),
+        (["pack", "nowhere", "out"], "nowhere"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_exit_code_2(run, folder, arguments, message):
+    (folder / "broken.bin").write_bytes(b"\xff\xfe\xfd")
+    code, _, error = run(*arguments)
+    assert code == 2 and message in error
+    assert len(error.splitlines()) == 1 and "Traceback" not in error
+
+
+def test_embedded_pictures_are_found_from_another_folder(run, folder, tmp_path):
+    assert run("embed", "model", "pictures", "embedded")[0] == 0
+    picture(1).save(tmp_path / "query.png")
+    code, out, _ = run("search", folder / "embedded", "query.png", "--json", cwd=tmp_path)
+    rows = json.loads(out)
+    assert code == 0 and rows[0]["score"] == pytest.approx(1, abs=1e-2)
+    assert "001" in json.dumps(rows[0])
+
+
+def test_pack_says_what_it_wrote(run):
+    code, out, _ = run("pack", "pictures", "shards")
+    assert code == 0 and "3 samples in 1 shard(s)" in out
