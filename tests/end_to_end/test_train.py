@@ -261,7 +261,7 @@ def test_16_bit_training_keeps_loss_and_weights_in_32_bit(shards, tmp_path, capl
 def test_a_label_that_is_no_class_is_found_before_the_first_step(shards, tmp_path):
     data = f"{{kind: shards, path: {shards}}}"
     evaluation = f"evaluate.a={{kind: zero_shot, classes: [x, y], data: {data}}}"
-    with pytest.raises(ValueError, match="evaluate.a: sample .* neither one of the 2 class names"):
+    with pytest.raises(ValueError, match=r"evaluate.a: sample .* neither one of the 2 class names"):
         train(tiny_config(tmp_path / "run", shards, evaluation))
     assert not (tmp_path / "run").exists()
 
