@@ -80,7 +80,7 @@ def train(config: Config) -> None:
             fingerprint = check_fingerprint(source, found)
             for change in changes:
                 log.info("changed since the run was started: %s", change)
-            if on_main(lambda: _is_finished(config, schedule, found)):
+            if found is not None and on_main(lambda: _is_finished(config, schedule, found)):
                 log.info("finished: %s holds %d steps; nothing to do", run, found.step)
                 on_main(lambda: print_results(read_results(run)))
                 return
@@ -92,11 +92,9 @@ def train(config: Config) -> None:
         shutdown()
 
 
-def _is_finished(config: Config, schedule: Schedule, found: Checkpoint | None) -> bool:
-    return (
-        found is not None
-        and found.step >= schedule.total_steps
-        and is_finished(Path(config.run), found.path, list(config.evaluate))
+def _is_finished(config: Config, schedule: Schedule, found: Checkpoint) -> bool:
+    return found.step >= schedule.total_steps and is_finished(
+        Path(config.run), found.path, list(config.evaluate)
     )
 
 
