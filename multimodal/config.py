@@ -401,11 +401,18 @@ class Data(Section):
 # --- objective, optimisation, run ----------------------------------------------------------------
 
 
+DuplicatesMode = Literal["negative", "ignore", "positive"]
+
+
 class ContrastiveSection(Section):
     """InfoNCE over the global batch in both directions (arXiv 2103.00020)."""
 
     kind: Literal["contrastive"]
     """Softmax cross-entropy of each picture over all texts, and of each text over all pictures."""
+    label_smoothing: Fraction = 0.0
+    """Share of each target that is spread evenly over all candidates."""
+    duplicates: DuplicatesMode = "negative"
+    """Pairs with one picture or one caption: left out (`ignore`), or sharing the target."""
 
 
 class SigmoidSection(Section):
@@ -413,6 +420,8 @@ class SigmoidSection(Section):
 
     kind: Literal["sigmoid"]
     """Binary cross-entropy of every picture-text pair."""
+    duplicates: DuplicatesMode = "negative"
+    """Pairs with one picture or one caption: left out (`ignore`), or labelled like own pairs."""
 
 
 Loss = Annotated[ContrastiveSection | SigmoidSection, Field(discriminator="kind")]
@@ -442,8 +451,14 @@ class Train(Section):
 
     batch_size: PositiveInt = 256
     """Pairs in a step over all processes; every pair is a negative of every other."""
+    micro_batch_size: PositiveInt | Literal["auto"] | None = None
+    """Pairs that fit on a device at once; more work, the same gradient. `auto` (CUDA) tries."""
+    checkpoint_activations: Literal["none", "selective", "full"] = "none"
+    """Save memory by computing again: the MLPs' hidden layers (`selective`) or whole blocks."""
     duration: DurationText = "32 epochs"
     """Length of the run: `32 epochs`, `1000 steps` or `2e6 samples`."""
+    max_nonfinite: PositiveInt = 10
+    """Steps in a row, left out since loss or gradient was not finite, that stop the run."""
 
 
 class Checkpoint(Section):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -90,6 +92,12 @@ class EvalBatch:
     def pin_memory(self) -> EvalBatch:
         """Called by the DataLoader."""
         return _map_tensors(self, torch.Tensor.pin_memory)
+
+
+def hash64(texts: Iterable[str]) -> Tensor:
+    """The 64-bit BLAKE2b hash of each text, as int64 [n]."""
+    digests = (hashlib.blake2b(text.encode(), digest_size=8).digest() for text in texts)
+    return torch.from_numpy(np.frombuffer(b"".join(digests), dtype="<i8").astype(np.int64))
 
 
 def _map_tensors(batch, change: Callable[[Tensor], Tensor]):

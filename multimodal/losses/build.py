@@ -13,6 +13,8 @@ def build_loss(section: Loss) -> nn.Module:
     """The module whose `forward(image_features, text_features, logit_scale, logit_bias)` is it."""
     match section:
         case ContrastiveSection():
-            return ContrastiveLoss()
+            return ContrastiveLoss(
+                label_smoothing=section.label_smoothing, duplicates=section.duplicates
+            )
         case SigmoidSection():
-            return SigmoidLoss()
+            return SigmoidLoss(duplicates=section.duplicates)

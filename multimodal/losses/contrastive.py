@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from collections.abc import Callable
+from typing import Any
 
-from multimodal.distributed import gather_with_grad, rank
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from multimodal.config import DuplicatesMode
+from multimodal.distributed import all_reduce_max, all_reduce_sum, gather_with_grad, rank
+from multimodal.losses.duplicates import Duplicates, find_duplicates
 from multimodal.losses.full_precision import full_precision
+from multimodal.losses.metrics import LossMetrics, loss_metrics
+from multimodal.losses.tiles import hardest_negatives, logit_tiles
 
 
 class ContrastiveLoss(nn.Module):
@@ -17,18 +24,41 @@ class ContrastiveLoss(nn.Module):
 
         L = -1/2B sum_i [ log softmax_j(s x_i.y_j)[i] + log softmax_j(s y_i.x_j)[i] ]
 
-    A rank holds b of the B pairs as rows and gathers the others as columns. It returns the mean
-    over its own rows, so the mean over the ranks is L. Since a gathered column's gradient is
+    A rank gathers the B texts and holds its b pictures against them: this b x B block of logits
+    serves both directions, as the columns' log-sum-exp is completed by an all-reduce of B numbers.
+    The block is walked in tiles, and again in the backward pass; memory is O(tile x B + B x D).
+
+    A rank returns b-th parts, so the mean over the ranks is L. Since a gathered text's gradient is
     summed over the ranks, the mean over the ranks (DDP) of the parameters' gradients is the
     gradient of L, whatever the number of ranks.
+
+    Args:
+        label_smoothing: share of the target spread evenly over all candidates.
+        duplicates: what pairs with the same picture or the same caption are to each other:
+            `negative` like any other pair; `ignore` takes them out of the softmax; `positive`
+            shares the target equally among them.
+
+    Attributes:
+        metrics: of the last forward pass; None before it.
     """
 
+    def __init__(self, *, label_smoothing: float = 0.0, duplicates: DuplicatesMode = "negative"):
+        super().__init__()
+        self.label_smoothing = label_smoothing
+        self.duplicates: DuplicatesMode = duplicates
+        self.metrics: LossMetrics | None = None
+
+    # Compiled, the tiles would be unrolled into one graph of thousands of operations.
+    @torch.compiler.disable
     def forward(
         self,
         image_features: Tensor,
         text_features: Tensor,
         logit_scale: Tensor,
         logit_bias: Tensor | None = None,
+        *,
+        image_ids: Tensor | None = None,
+        text_ids: Tensor | None = None,
     ) -> Tensor:
         """Return this rank's share of the loss.
 
@@ -37,16 +67,134 @@ class ContrastiveLoss(nn.Module):
             text_features: [b, D], row i belongs to picture i.
             logit_scale: scalar, the factor itself.
             logit_bias: scalar; softmax is blind to it, so it gets a gradient of exactly zero.
+            image_ids: [b] int64, equal for equal pictures; read unless duplicates are negatives.
+            text_ids: [b] int64, equal for equal captions.
 
         Returns:
             Scalar in float32 (float64 for float64 features), also under autocast.
 
         Raises:
-            ValueError: when the features' shapes differ.
+            ValueError: when the features' shapes differ, or ids are needed and missing.
         """
         with full_precision(image_features, text_features) as (image, text):
-            target = torch.arange(len(image), device=image.device) + rank() * len(image)
-            to_text = logit_scale * image @ gather_with_grad(text).T
-            to_image = logit_scale * text @ gather_with_grad(image).T
-            loss = (F.cross_entropy(to_text, target) + F.cross_entropy(to_image, target)) / 2
+            pairs = len(image)
+            own = slice(rank() * pairs, (rank() + 1) * pairs)
+            duplicates = find_duplicates(self.duplicates, image_ids, text_ids, pairs=pairs)
+            texts = gather_with_grad(text)
+            scale = logit_scale.to(image.dtype)
+            loss, *top1 = _InfoNCE.apply(image, texts, scale, own.start, duplicates)
+            if self.label_smoothing > 0 or self.duplicates == "positive":
+                target = _target_text(texts, own, duplicates, self.label_smoothing)
+                loss = loss + scale * (image * (text - target)).sum() / pairs
+            self.metrics = loss_metrics(
+                image, texts, own, top1=(top1[0], top1[1]), duplicates=duplicates
+            )
             return loss if logit_bias is None else loss + 0 * logit_bias
+
+
+class _InfoNCE(torch.autograd.Function):
+    """The loss with each picture's own text as its whole target, and the two top-1 shares."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        image: Tensor,
+        texts: Tensor,
+        scale: Tensor,
+        first: int,
+        duplicates: Duplicates | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        own, hardest, peak, total = (image.new_empty(len(image)) for _ in range(4))
+        # The lowest number instead of -inf: a column may be ignored throughout a tile, and
+        # -inf less -inf is no number.
+        lowest = torch.finfo(image.dtype).min
+        columns_hardest = image.new_full((len(texts),), -torch.inf)
+        columns_peak = torch.full_like(columns_hardest, lowest)
+        columns_total = torch.zeros_like(columns_peak)
+        scratch: Tensor | None = None
+        for tile in logit_tiles(image, texts, scale, first, duplicates):
+            rows, logits = tile.rows, tile.logits
+            scratch = torch.empty_like(logits) if scratch is None else scratch[: len(logits)]
+            own[rows] = tile.own
+            hardest[rows], columns = hardest_negatives(tile, duplicates)
+            columns_hardest = torch.maximum(columns_hardest, columns)
+            peak[rows] = logits.amax(1)
+            torch.sub(logits, peak[rows, None], out=scratch).exp_()
+            total[rows] = scratch.sum(1)
+            new_peak = torch.maximum(columns_peak, logits.amax(0))
+            torch.sub(logits, new_peak, out=scratch).exp_()
+            columns_total = columns_total * (columns_peak - new_peak).exp() + scratch.sum(0)
+            columns_peak = new_peak
+
+        columns_hardest, all_peak = all_reduce_max(torch.stack([columns_hardest, columns_peak]))
+        columns_total = all_reduce_sum(columns_total * (columns_peak - all_peak).exp())
+        mine = slice(first, first + len(image))
+        own_peak, own_total = all_peak[mine], columns_total[mine]
+
+        # As (peak - own) + log(total), and p - 1 from the softmax rather than from the rounded
+        # log-sum-exp: logits near 100 are 8e-6 apart, more than a well-trained pair's whole loss.
+        loss = ((peak - own) + total.log() + (own_peak - own) + own_total.log()).mean() / 2
+        own_gradient = (own - peak).exp() / total + (own - own_peak).exp() / own_total - 2
+        ctx.save_for_backward(
+            image, texts, scale, peak + total.log(), all_peak + columns_total.log(), own_gradient
+        )
+        ctx.first, ctx.duplicates = first, duplicates
+        top1 = (own > hardest).to(own), (own > columns_hardest[mine]).to(own)
+        outputs = loss, top1[0].mean(), top1[1].mean()
+        ctx.mark_non_differentiable(*outputs[1:])
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        image, texts, scale, rows_lse, columns_lse, own_gradient = ctx.saved_tensors
+        toward_text, toward_image = torch.empty_like(image), torch.zeros_like(texts)
+        scratch: Tensor | None = None
+        # Whoever calls backward under autocast: it leaves products into given memory alone.
+        for tile in logit_tiles(image, texts, scale, ctx.first, ctx.duplicates):
+            rows, logits = tile.rows, tile.logits
+            scratch = torch.empty_like(logits) if scratch is None else scratch[: len(logits)]
+            torch.sub(logits, rows_lse[rows, None], out=scratch).exp_()
+            logits.sub_(columns_lse).exp_().add_(scratch)
+            tile.own.copy_(own_gradient[rows])
+            torch.mm(logits, texts, out=toward_text[rows])
+            toward_image.addmm_(logits.T, image[rows])
+        # sum_ij G_ij x_i.y_j, the temperature's share, is <x, G y>.
+        part = grad / (2 * len(image))
+        grad_scale = part * (image * toward_text).sum()
+        toward_text.mul_(part * scale)
+        toward_image.mul_(part * scale)
+        return toward_text, toward_image, grad_scale, None, None
+
+
+def _target_text(
+    texts: Tensor, own: slice, duplicates: Duplicates | None, smoothing: float
+) -> Tensor:
+    """[b, D]: the mean of all texts with a picture's targets as weights, over both directions.
+
+    A cross-entropy is linear in its targets t: that with t is that with the own pair alone, plus
+    s x_i.(y_i - sum_j t_ij y_j). So shared and smoothed targets need no pass over the logits.
+    """
+    target = texts[own]
+    if duplicates is not None and not duplicates.ignored:
+        target = _mean_both_ways(duplicates.sum, texts, duplicates.count, own)
+    if smoothing == 0:
+        return target
+    evenly = texts.mean(0)
+    if duplicates is not None and duplicates.ignored:
+
+        def sum_of_candidates(x: Tensor) -> Tensor:
+            return x.sum(0) - duplicates.sum(x) + x[own]
+
+        candidates = len(texts) - duplicates.count + 1
+        evenly = _mean_both_ways(sum_of_candidates, texts, candidates, own)
+    return torch.lerp(target, evenly.expand_as(target), smoothing)
+
+
+def _mean_both_ways(
+    total: Callable[[Tensor], Tensor], texts: Tensor, count: Tensor, own: slice
+) -> Tensor:
+    """Half of picture i's mean, its sum over its own n_i, and half of its terms in each text j's
+    mean, over n_j."""
+    weight = 1 / count[:, None].to(texts.dtype)
+    return (weight[own] * total(texts) + total(weight * texts)) / 2

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from multimodal import config
 from multimodal.layers.attention import MultiHeadAttention
-from multimodal.layers.block import Block, Residual
+from multimodal.layers.block import Block, Checkpointing, Residual
 from multimodal.layers.masks import Mask
 from multimodal.layers.mlp import make_mlp
 from multimodal.layers.norm import make_norm
@@ -33,6 +33,11 @@ class EncoderStack(nn.Module):
         for block in self.blocks:
             x = block(x, mask=mask, rope=rope)
         return x
+
+    def checkpoint_activations(self, mode: Checkpointing) -> None:
+        """See `Block`."""
+        for block in self.blocks:
+            block.checkpointing = mode
 
 
 def encoder_norm(section: config.Encoder) -> nn.Module:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 
 from multimodal import config
+from multimodal.layers.block import Checkpointing
 
 
 class HfTextTower(nn.Module):
@@ -31,6 +32,19 @@ class HfTextTower(nn.Module):
     def save_architecture(self, folder: Path | str) -> None:
         """Write transformers' `config.json`, from which `pretrained: false` rebuilds the tower."""
         self.model.config.save_pretrained(folder)
+
+    def checkpoint_activations(self, mode: Checkpointing) -> None:
+        """transformers knows whole blocks only, so `selective` is `full` here.
+
+        Raises:
+            ValueError: when the model cannot.
+        """
+        if mode == "none":
+            return
+        # The older name is deprecated in transformers 5 and the only one before.
+        enable = getattr(self.model, "activation_checkpointing_enable", None)
+        enable = enable or self.model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
 
     def forward(
         self, tokens: Int[Tensor, "B L"], lengths: Int[Tensor, "B"]

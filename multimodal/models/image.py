@@ -18,6 +18,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from multimodal import config
+from multimodal.layers.block import Checkpointing
 from multimodal.layers.patch import PatchEmbed
 from multimodal.layers.position import LearnedPosition, sinusoidal_2d
 from multimodal.layers.rotary import RotaryTable, grid, table
@@ -74,6 +75,10 @@ class VitTower(nn.Module):
             x = self.pre_norm(x)
         x = self.encoder(x, rope=self._rope(size, keep_Bn, pixels.device))
         return self._pooled(x)
+
+    def checkpoint_activations(self, mode: Checkpointing) -> None:
+        """See `layers.block.Block`."""
+        self.encoder.checkpoint_activations(mode)
 
     def _grid_of(self, pixels: Tensor) -> Grid:
         if pixels.ndim != 4 or pixels.shape[1] != 3:

@@ -14,6 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from multimodal import config
+from multimodal.layers.block import Checkpointing
 from multimodal.layers.masks import Mask
 from multimodal.layers.position import LearnedPosition, sinusoidal_1d
 from multimodal.layers.rotary import RotaryTable, table
@@ -60,6 +61,10 @@ class TextTower(nn.Module):
         valid_BL = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
         x = self.encoder(x, mask=self._mask(valid_BL), rope=self._rope(tokens))
         return self._pooled(x, lengths, valid_BL)
+
+    def checkpoint_activations(self, mode: Checkpointing) -> None:
+        """See `layers.block.Block`."""
+        self.encoder.checkpoint_activations(mode)
 
     def _mask(self, valid_BL: Tensor) -> Mask | None:
         """The causal order hides padding from a text's tokens; only its last position sees it."""

@@ -7,6 +7,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from multimodal import config
+from multimodal.layers.block import Checkpointing
 
 
 class TimmTower(nn.Module):
@@ -24,6 +25,22 @@ class TimmTower(nn.Module):
     def forward(self, pixels: Float[Tensor, "B C H W"]) -> Float[Tensor, "B width"]:
         """Embed normalised pictures."""
         return self.model(pixels)
+
+    def checkpoint_activations(self, mode: Checkpointing) -> None:
+        """timm knows whole blocks only, so `selective` is `full` here.
+
+        Raises:
+            ValueError: when the model cannot.
+        """
+        if mode == "none":
+            return
+        try:
+            self.model.set_grad_checkpointing(True)
+        except (AttributeError, AssertionError) as error:
+            raise ValueError(
+                f"train.checkpoint_activations={mode}, but timm's "
+                f"{type(self.model).__name__} cannot checkpoint activations; use none"
+            ) from error
 
 
 def _create(section: config.TimmImage) -> nn.Module:

@@ -5,7 +5,7 @@ Legend: B pictures, T texts, E embed_dim, L tokens, H W pixels.
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,7 @@ from jaxtyping import Float, Int, UInt8
 from torch import Tensor, nn
 
 from multimodal import config
+from multimodal.layers.block import Checkpointing
 
 MAX_LOGIT_SCALE = 100.0
 """Largest factor on the similarities (arXiv 2103.00020, section 2.5)."""
@@ -82,6 +83,19 @@ class TwoTower(nn.Module):
         self._mean = tuple(section.preprocess.mean)
         self._std = tuple(section.preprocess.std)
 
+    def learns(self, side: Literal["image", "text"]) -> bool:
+        """Whether a tower or its projection has a parameter that is not frozen."""
+        parts = {
+            "image": (self.image, self.image_projection),
+            "text": (self.text, self.text_projection),
+        }
+        return any(p.requires_grad for part in parts[side] for p in part.parameters())
+
+    def checkpoint_activations(self, mode: Checkpointing) -> None:
+        """Choose what the backward pass computes again instead of storing it."""
+        self.image.checkpoint_activations(mode)
+        self.text.checkpoint_activations(mode)
+
     def encode_image(self, images: Images) -> Float[Tensor, "B E"]:
         """Embed pictures.
 
@@ -150,8 +164,9 @@ def normalise(
 
 
 def unit_length(features: Float[Tensor, "B E"]) -> Float[Tensor, "B E"]:
-    """float32 rows of length 1; a zero row stays zero and its gradient finite."""
-    return F.normalize(features.float(), dim=-1, eps=_NORM_EPS)
+    """Rows of length 1 in float32 (float64 stays); a zero row stays so and its gradient finite."""
+    wide = features if features.dtype == torch.float64 else features.float()
+    return F.normalize(wide, dim=-1, eps=_NORM_EPS)
 
 
 def _projection(name: str, tower: nn.Module, section: config.Model) -> nn.Module:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from multimodal.losses.build import build_loss
 from multimodal.train.checkpoint import Checkpoint, Checkpoints, load_optimizer
 from multimodal.train.curves import write_report
 from multimodal.train.machine import make_accelerator
+from multimodal.train.micro_batch import check_micro_batch_size, choose_micro_batch_size
 from multimodal.train.optim import build_optimizer
 from multimodal.train.report import Meter, Report, Row, batch_hash, read_rows
 from multimodal.train.run_folder import (
@@ -62,14 +64,15 @@ def train(config: Config) -> None:
     Raises:
         ValueError: before anything is written, when settings, data, machine and run folder do not
             fit together.
-        RunStopped: when the loss or the gradient stops being finite, or more samples are
-            unreadable than `data.max_skipped` allows.
+        RunStopped: when loss or gradient stay not finite for `train.max_nonfinite` steps, or more
+            samples are unreadable than `data.max_skipped` allows.
     """
     accelerator = make_accelerator(tracker=None if config.log.wandb.mode == "disabled" else "wandb")
     if not is_main():
         logging.getLogger("multimodal").setLevel(logging.WARNING)
     run = Path(config.run)
     try:
+        check_micro_batch_size(config.train, accelerator.device)
         step_positions(0, batch_size=config.train.batch_size, rank=rank(), world_size=world_size())
         source = open_data(config)
         schedule = plan(config.train, config.optim, data_size=len(source))
@@ -109,8 +112,10 @@ def _run(
 ) -> None:
     """From the checkpoint, or from fresh weights, to the end."""
     start, skipped = (found.step, found.state["skipped"]) if found else (0, 0)
+    broken = _Broken(**found.state.get("nonfinite", {})) if found else _Broken()
     pretrained = starting_model(config, source, found, accelerator.device)
     on_main(lambda: write_config(Path(config.run), config))
+    pretrained.model.checkpoint_activations(config.train.checkpoint_activations)
     _announce(accelerator, source, schedule, pretrained, found)
     optimizer = build_optimizer(pretrained.model, config.optim)
     if found:
@@ -118,6 +123,9 @@ def _run(
     model = accelerator.prepare_model(pretrained.model.train())
     loss = build_loss(config.loss)
     rehearse(model, loss, pretrained, accelerator=accelerator)
+    micro_batch_size = choose_micro_batch_size(
+        config.train, model, pretrained, accelerator=accelerator, found=found
+    )
     batches = iter(_loader(config, source, pretrained, start, schedule.total_steps))
     meter, clock = Meter(), _Clock(config)
 
@@ -138,6 +146,7 @@ def _run(
                 seed=config.seed,
                 lr=schedule.lr(step - 1),
                 clip_grad_norm=config.optim.clip_grad_norm,
+                micro_batch_size=micro_batch_size,
             )
             meter.done(schedule.batch_size)
             minutes = clock.tick()
@@ -148,16 +157,22 @@ def _run(
                 report.skips(step, [s for own in gather_objects(batch.skipped) for s in own])
                 _check_budget(config, schedule, step, skipped)
 
+            broken = broken.after(result)
+            if not result.finite:
+                report.nonfinite(_nonfinite_row(schedule, step, result))
+                _check_nonfinite(config, step, result, broken, found)
+
             if schedule.is_time(config.log.every, step, minutes=minutes):
                 hashed = batch_hash(batch.keys)
-                report.metrics(
-                    _row(schedule, step, result, hashed) | meter.figures() | {"skipped": skipped}
-                )
+                counts = {"skipped": skipped, "nonfinite": broken.total}
+                report.metrics(_row(schedule, step, result, hashed) | meter.figures() | counts)
                 meter.restart()
 
             if schedule.is_time(config.checkpoint.every, step, minutes=minutes):
                 report.flush()
-                state = _state(config, source, schedule, step, skipped, fingerprint)
+                state = _state(config, source, schedule, step, fingerprint)
+                state |= {"skipped": skipped, "nonfinite": asdict(broken)}
+                state |= {"micro_batch_size": micro_batch_size}
                 found = _save(config, checkpoints, state, pretrained, optimizer)
 
             _evaluate_due(config, schedule, pretrained, report, step, minutes)
@@ -267,15 +282,62 @@ def _check_budget(config: Config, schedule: Schedule, step: int, skipped: int) -
         )
 
 
+@dataclass(frozen=True)
+class _Broken:
+    """Steps left out because loss or gradient was not finite."""
+
+    total: int = 0
+    in_a_row: int = 0
+    """Up to the last step."""
+
+    def after(self, result: StepResult) -> _Broken:
+        if result.finite:
+            return replace(self, in_a_row=0)
+        return _Broken(self.total + 1, self.in_a_row + 1)
+
+
+def _nonfinite_row(schedule: Schedule, step: int, result: StepResult) -> Row:
+    first = schedule.samples(step - 1)
+    return {
+        "step": step,
+        "loss": result.loss,
+        "grad_norm": result.grad_norm,
+        "positions": [first, first + schedule.batch_size - 1],
+        "suspects": list(result.suspects),
+    }
+
+
+def _check_nonfinite(
+    config: Config, step: int, result: StepResult, broken: _Broken, found: Checkpoint | None
+) -> None:
+    """Stop, on all ranks, when too many steps in a row had to be left out.
+
+    Raises:
+        RunStopped: naming the numbers, the samples and the checkpoint to go on from.
+    """
+    if broken.in_a_row < config.train.max_nonfinite:
+        return
+    keys = result.suspects
+    more = f" and {len(keys) - 8} more" if len(keys) > 8 else ""
+    samples = f"samples with broken embeddings: {', '.join(keys[:8])}{more}" if keys else ""
+    raise RunStopped(
+        f"step {step}: loss {result.loss} and gradient norm {result.grad_norm} must be finite; "
+        f"{broken.in_a_row} steps in a row were not (train.max_nonfinite="
+        f"{config.train.max_nonfinite}) and left the weights as they were. "
+        f"{samples or 'no embedding is broken'}; {Path(config.run) / 'nonfinite.jsonl'} lists the "
+        f"steps. Last good checkpoint: {found.path if found else 'none yet'}. Look at the samples, "
+        "lower optim.lr, or lengthen optim.warmup, then run the same command again"
+    )
+
+
 def _state(
-    config: Config, source: Source, schedule: Schedule, step: int, skipped: int, fingerprint: str
+    config: Config, source: Source, schedule: Schedule, step: int, fingerprint: str
 ) -> dict[str, Any]:
     """What a checkpoint says about itself and the run."""
     return {
         "step": step,
         "epoch": schedule.epoch(step),
         "samples": schedule.samples(step),
-        "skipped": skipped,
         "processes": world_size(),
         "data": {
             "fingerprint": fingerprint,

@@ -1,10 +1,12 @@
-"""What a run tells: the console, `metrics.jsonl`, `skipped.jsonl`, and a copy to W&B.
+"""What a run tells: the console, `metrics.jsonl` and lists of what was left out, a copy to W&B.
 
 `metrics.jsonl` is the source of truth: one JSON object a line, either a training row (`step, epoch,
-samples, loss, lr, grad_norm, logit_scale, batch_hash, samples_per_second, data_wait, skipped`, and
-`logit_bias` where there is one) or an evaluation (`step, eval, METRIC...`). `samples_per_second`
-and `data_wait`, the share of the time spent waiting for data, are over the steps since the row
-before, on rank 0, without evaluations and checkpoints.
+samples, loss, lr, grad_norm, logit_scale, batch_hash, samples_per_second, data_wait, skipped,
+nonfinite`, and `logit_bias` where there is one) or an evaluation (`step, eval, METRIC...`).
+`samples_per_second` and `data_wait`, the share of the time spent waiting for data, are over the
+steps since the row before, on rank 0, without evaluations and checkpoints. `skipped` counts
+unreadable samples and `nonfinite` the steps left out, both since the run's start; `skipped.jsonl`
+and `nonfinite.jsonl` list them. A number that is not finite is written as null.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import secrets
 import sys
 import time
@@ -20,20 +23,19 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from accelerate import Accelerator
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from multimodal.config import Config
-from multimodal.data.batch import Skip
+from multimodal.data.batch import Skip, hash64
 from multimodal.distributed import gather_rows, is_main
 from multimodal.files import to_disk, write_atomically
 
 log = logging.getLogger(__name__)
 
 Row = dict[str, Any]
+_ROWS = ("metrics.jsonl", "skipped.jsonl", "nonfinite.jsonl")
 _INIT_SECONDS = 10
 """How long a start waits for the W&B server before it goes on offline."""
 
@@ -55,7 +57,7 @@ class Report:
         self._streams: list[tuple[logging.StreamHandler, Any]] = []
         if not is_main():
             return
-        for name in ("metrics.jsonl", "skipped.jsonl"):
+        for name in _ROWS:
             drop_rows_after(self._run / name, start_step)
         if config.log.wandb.mode != "disabled":
             _start_wandb(accelerator, config)
@@ -108,23 +110,33 @@ class Report:
         """Write one row for each unreadable sample."""
         if not is_main():
             return
-        with (self._run / "skipped.jsonl").open("a", encoding="utf-8") as file:
-            for skip in skips:
-                log.warning(
-                    "step %d: skipped %s in %s: %s", step, skip.key, skip.place, skip.reason
-                )
-                file.write(json.dumps({"step": step, **asdict(skip)}) + "\n")
+        for skip in skips:
+            log.warning("step %d: skipped %s in %s: %s", step, skip.key, skip.place, skip.reason)
+            self._append("skipped.jsonl", {"step": step, **asdict(skip)})
+
+    def nonfinite(self, row: Row) -> None:
+        """Write the row of a step that was left out."""
+        if not is_main():
+            return
+        log.warning(
+            "step %d left out: loss %s, gradient norm %s; %d samples with broken embeddings",
+            *(row["step"], row["loss"], row["grad_norm"], len(row["suspects"])),
+        )
+        self._append("nonfinite.jsonl", row)
 
     def flush(self) -> None:
         """Force the rows to the disk, so that no checkpoint is newer than they are."""
-        for name in ("metrics.jsonl", "skipped.jsonl"):
+        for name in _ROWS:
             if is_main() and (self._run / name).exists():
                 to_disk(self._run / name)
 
     def _write(self, row: Row, tracked: Row) -> None:
-        with (self._run / "metrics.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        self._append("metrics.jsonl", row)
         self._accelerator.log(tracked, step=row["step"])
+
+    def _append(self, name: str, row: Row) -> None:
+        with (self._run / name).open("a", encoding="utf-8") as file:
+            file.write(json.dumps({k: _finite(v) for k, v in row.items()}) + "\n")
 
 
 class Meter:
@@ -165,9 +177,8 @@ def batch_hash(keys: list[str]) -> str:
     Returns:
         The first 16 hexadecimal digits of the SHA-256 of all keys' 64-bit BLAKE2b hashes.
     """
-    own = b"".join(hashlib.blake2b(key.encode(), digest_size=8).digest() for key in keys)
-    hashes = torch.from_numpy(np.frombuffer(own, dtype="<i8").copy())
-    return hashlib.sha256(gather_rows(hashes).numpy().astype("<i8").tobytes()).hexdigest()[:16]
+    hashes = gather_rows(hash64(keys))
+    return hashlib.sha256(hashes.numpy().astype("<i8").tobytes()).hexdigest()[:16]
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -231,6 +242,11 @@ def _log_above_the_bar() -> list[tuple[logging.StreamHandler, Any]]:
     """Let console handlers write through the running bar, which has replaced sys.stderr."""
     handlers = [h for h in logging.getLogger().handlers if type(h) is logging.StreamHandler]
     return [(handler, handler.setStream(sys.stderr)) for handler in handlers]
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _shown(metrics: Row) -> Iterable[str]:

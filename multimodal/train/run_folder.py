@@ -3,6 +3,7 @@
 config.yaml      the resolved configuration
 metrics.jsonl    one row for each logged step and each evaluation
 skipped.jsonl    one row for each unreadable sample
+nonfinite.jsonl  one row for each step left out, since its loss or gradient was not finite
 checkpoints/     what a run resumes from
 results.json, report.png, model/     written at the end, in this order
 """
@@ -28,6 +29,9 @@ MAY_CHANGE = (
     "run",
     "optim",
     "train.duration",
+    "train.micro_batch_size",
+    "train.checkpoint_activations",
+    "train.max_nonfinite",
     "evaluate",
     "checkpoint",
     "log",

@@ -1,9 +1,9 @@
-"""One training step: forward, loss, backward, clip, update."""
+"""One training step: gradient, clip, update; or no update, when a number is not finite."""
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from accelerate import Accelerator
@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from multimodal.data.batch import Batch
 from multimodal.distributed import all_reduce_sum, gather_objects, rank, world_size
-from multimodal.errors import RunStopped
 from multimodal.models.two_tower import Features
+from multimodal.train.gradient import add_gradient, copied_buffers, restore_buffers
 from multimodal.weights.pretrained import Pretrained
 
 
@@ -29,6 +29,10 @@ class StepResult:
     logit_bias: float | None
     skipped: int
     """Unreadable samples that others stood in for."""
+    finite: bool = True
+    """Whether loss and gradient were, on all ranks. If not, the step changed nothing."""
+    suspects: tuple[str, ...] = ()
+    """Keys of the samples whose embeddings were not finite, if that is why."""
 
 
 def train_step(
@@ -42,34 +46,43 @@ def train_step(
     seed: int,
     lr: float,
     clip_grad_norm: float | None,
+    micro_batch_size: int | None = None,
 ) -> StepResult:
     """Train on one batch.
+
+    When the loss or the gradient of any rank is not finite, no rank touches the weights or the
+    optimiser, and the result says so.
 
     Args:
         model: a TwoTower as Accelerate prepared it.
         batch: this rank's rows, on its device.
         step: finished steps before this one.
         clip_grad_norm: largest norm of the gradient; None leaves it.
-
-    Raises:
-        RunStopped: on all ranks and before the update, when the loss or the gradient of
-            any rank is not finite.
+        micro_batch_size: rows that the device holds activations of; None is all. It changes what
+            dropout draws and the order of sums, and nothing else.
     """
-    torch.manual_seed(random_state(seed, step, rank()))
-    features = model(batch.images, batch.tokens, batch.lengths)
-    value = loss(*features)
-    accelerator.backward(value)
+    buffers = copied_buffers(model)
+    local = add_gradient(
+        model,
+        loss,
+        batch,
+        accelerator=accelerator,
+        micro_batch_size=micro_batch_size,
+        seed_of=lambda part: random_state(seed, step, rank(), part),
+    )
     norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-    result, finite = _agree(value, norm, features, len(batch.skipped))
-    if not finite:
-        raise RunStopped(_describe(step, result, batch, features))
-    if clip_grad_norm is not None:
-        nn.utils.clip_grads_with_norm_(model.parameters(), clip_grad_norm, norm)
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    optimizer.step()
+    result = _agree(local.value, norm, local.features, len(batch.skipped))
+    if result.finite:
+        if clip_grad_norm is not None:
+            nn.utils.clip_grads_with_norm_(model.parameters(), clip_grad_norm, norm)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+        accelerator.unwrap_model(model).temperature.clamp_()
+    else:
+        restore_buffers(buffers)
+        result = replace(result, suspects=_suspects(batch, local.features))
     optimizer.zero_grad(set_to_none=True)
-    accelerator.unwrap_model(model).temperature.clamp_()
     return result
 
 
@@ -88,11 +101,10 @@ def rehearse(
     tokens, lengths = pretrained.tokenizer.encode(["a", "b"])
     images = torch.zeros(2, 3, size, size, dtype=torch.uint8)
     batch = (x.to(accelerator.device) for x in (images, tokens, lengths))
-    kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    buffers = copied_buffers(model)
     accelerator.backward(loss(*model(*batch)))
     model.zero_grad(set_to_none=True)
-    for buffer, before in kept:
-        buffer.copy_(before)
+    restore_buffers(buffers)
 
 
 def random_state(seed: int, step: int, rank: int, micro_batch: int = 0) -> int:
@@ -104,7 +116,7 @@ def random_state(seed: int, step: int, rank: int, micro_batch: int = 0) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
 
-def _agree(loss: Tensor, norm: Tensor, features: Features, skipped: int) -> tuple[StepResult, bool]:
+def _agree(loss: Tensor, norm: Tensor, features: Features, skipped: int) -> StepResult:
     """Bring the numbers of all ranks together with one reduction and one wait for the device."""
     loss, norm = loss.detach().float(), norm.detach().float()
     broken = ~(loss.isfinite() & norm.isfinite())
@@ -115,28 +127,19 @@ def _agree(loss: Tensor, norm: Tensor, features: Features, skipped: int) -> tupl
     mean, broken_ranks, all_skipped, norm_, scale, *bias = torch.cat(
         [total, torch.stack(own).detach()]
     ).tolist()
-    result = StepResult(
+    return StepResult(
         loss=mean / world_size(),
         grad_norm=norm_,
         logit_scale=scale,
         logit_bias=bias[0] if bias else None,
         skipped=int(all_skipped),
+        finite=broken_ranks == 0,
     )
-    return result, broken_ranks == 0
 
 
-def _describe(step: int, result: StepResult, batch: Batch, features: Features) -> str:
-    """Name the samples whose embeddings are broken, or all of them if none is."""
+def _suspects(batch: Batch, features: Features) -> tuple[str, ...]:
+    """Keys of the samples of all ranks whose embeddings are not finite."""
     assert features.image is not None and features.text is not None
     broken = ~(features.image.isfinite().all(1) & features.text.isfinite().all(1))
     own = [key for key, bad in zip(batch.keys, broken.tolist(), strict=True) if bad]
-    suspects = [key for keys in gather_objects(own) for key in keys]
-    label = "samples with broken embeddings" if suspects else "samples of the step"
-    keys = suspects or [key for keys in gather_objects(batch.keys) for key in keys]
-    more = f" and {len(keys) - 8} more" if len(keys) > 8 else ""
-    return (
-        f"step {step + 1}: loss {result.loss} and gradient norm {result.grad_norm} must be "
-        f"finite; stopped before the update, so the last checkpoint is sound. "
-        f"{label}: {', '.join(keys[:8])}{more}. Look at them, lower optim.lr, or lengthen "
-        "optim.warmup, then run the same command again"
-    )
+    return tuple(key for keys in gather_objects(own) for key in keys)

@@ -2,12 +2,14 @@
 
 import hashlib
 import json
+import math
 import os
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from tools import RANDOM, make_shards, on_ranks, retrieval, rows, tiny_config, tiny_tree
+from torch import nn
 
 import multimodal
 from multimodal.config import Config, Retrieval
@@ -19,7 +21,7 @@ from multimodal.train.loop import train
 
 COLUMNS = [
     *("step", "epoch", "samples", "loss", "lr", "grad_norm", "logit_scale", "batch_hash"),
-    *("samples_per_second", "data_wait", "skipped"),
+    *("samples_per_second", "data_wait", "skipped", "nonfinite"),
 ]
 EXACT = ("step", "loss", "lr", "grad_norm", "logit_scale", "batch_hash", "skipped")
 
@@ -129,6 +131,7 @@ def stop_at(monkeypatch, name, when=lambda *a, **k: True):
 
 
 RANDOM_HERE = [setting for setting in RANDOM if "workers" not in setting]
+RANDOM_HERE += ["train.micro_batch_size=3", "train.checkpoint_activations=selective"]
 
 
 @pytest.fixture(scope="module")
@@ -195,6 +198,7 @@ def test_an_evaluation_added_later_is_run_on_the_finished_model(shards, other_sh
     [
         ("data.train.path=/nowhere", "/nowhere"),
         ("train.duration=0 steps", "at least 1 step"),
+        ("train.micro_batch_size=auto", "give a number"),
         ("evaluate.shapes.data.path=/missing", "evaluate.shapes: .*/missing"),
     ],
 )
@@ -219,6 +223,57 @@ def test_other_data_under_the_same_path_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"held 30 samples.*holds 31"):
         train(tiny_config(tmp_path / "run", shards, "train.duration=9 steps"))
     assert snapshot(tmp_path / "run") == before
+
+
+def break_steps(monkeypatch, steps):
+    """Let the loss of some steps (from 1) be infinite."""
+    real = loop.train_step
+
+    def train_step(model, loss, *args, step, **kwargs):
+        shown = (lambda *features: loss(*features) + math.inf) if step + 1 in steps else loss
+        return real(model, as_module(shown), *args, step=step, **kwargs)
+
+    monkeypatch.setattr(loop, "train_step", train_step)
+
+
+def as_module(function):
+    if isinstance(function, nn.Module):
+        return function
+    module = nn.Module()
+    module.forward = function
+    return module
+
+
+def test_steps_that_are_not_finite_are_left_out_counted_and_listed(shards, tmp_path, monkeypatch):
+    break_steps(monkeypatch, (2, 3, 5))
+    train(tiny_config(tmp_path, shards, "train.duration=6 steps", "train.max_nonfinite=3"))
+    assert [row["nonfinite"] for row in rows(tmp_path)] == [0, 1, 2, 2, 3, 3]
+    assert [row["loss"] is None for row in rows(tmp_path)] == [
+        False,
+        True,
+        True,
+        False,
+        True,
+        False,
+    ]
+    listed = rows(tmp_path, "nonfinite.jsonl")
+    assert [row["step"] for row in listed] == [2, 3, 5]
+    assert listed[0] | {"grad_norm": 0} == {
+        **{"step": 2, "loss": None, "grad_norm": 0, "positions": [8, 15], "suspects": []},
+    }
+    assert all(tensor.isfinite().all() for tensor in weights(tmp_path / "model").values())
+
+
+def test_a_stop_amid_broken_steps_does_not_start_their_count_anew(shards, tmp_path, monkeypatch):
+    config = tiny_config(tmp_path, shards, "train.max_nonfinite=3")
+    break_steps(monkeypatch, (3, 4, 5))
+    with monkeypatch.context() as patch:
+        stop_at(patch, "train_step", lambda *a, **k: k["step"] == 4)
+        with pytest.raises(PowerCut):
+            train(config)
+    with pytest.raises(RunStopped, match=r"step 5: loss inf .* 3 steps .*step-00000004\. "):
+        train(config)
+    assert [row["step"] for row in rows(tmp_path, "nonfinite.jsonl")] == [3, 4, 5]
 
 
 def test_unreadable_samples_are_counted_listed_and_replaced(tmp_path):

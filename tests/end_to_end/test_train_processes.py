@@ -1,13 +1,17 @@
 """Runs of two processes: the same training, and the same end of a mistake."""
 
+import math
 import re
 
 import pytest
 from tools import make_shards, on_ranks, retrieval, rows, tiny_config, tiny_tree
+from torch import nn
 
 from multimodal.config import Config
 from multimodal.config_io import check
-from multimodal.train import checkpoint
+from multimodal.distributed import rank
+from multimodal.errors import RunStopped
+from multimodal.train import checkpoint, loop
 from multimodal.train.loop import train
 
 
@@ -29,6 +33,52 @@ def test_two_processes_train_like_one(tmp_path):
         assert ours.get("loss", 0) == pytest.approx(theirs.get("loss", 0), rel=1e-5)
     skipped = [rows(tmp_path / name, "skipped.jsonl") for name in ("one", "two")]
     assert skipped[0] == skipped[1]
+
+
+def train_with_breaks(config, kind, steps):
+    """Break some steps (from 1) on rank 1; the weights at the end and what stopped the run."""
+    real, models = loop.train_step, []
+
+    def train_step(model, loss, *args, step, **kwargs):
+        models[:] = [model]
+        shown = Broken(loss, kind) if rank() == 1 and step + 1 in steps else loss
+        return real(model, shown, *args, step=step, **kwargs)
+
+    loop.train_step = train_step
+    try:
+        stopped = train(config)
+    except RunStopped as error:
+        stopped = str(error)
+    return stopped, {name: p.detach().clone() for name, p in models[0].named_parameters()}
+
+
+class Broken(nn.Module):
+    def __init__(self, loss, kind):
+        super().__init__()
+        self.loss, self.kind = loss, kind
+
+    def forward(self, image, text, scale, bias):
+        value = self.loss(image, text, scale, bias)
+        return (
+            value * math.nan
+            if self.kind == "nan loss"
+            else value + (image - image).abs().sqrt()[0, 0]
+        )
+
+
+@pytest.mark.parametrize("kind", ["nan loss", "infinite gradient"])
+def test_a_break_on_one_rank_is_left_out_by_both_and_again_and_again_stops_both(tmp_path, kind):
+    shards = make_shards(tmp_path / "data", 37)
+    settings = ("train.duration=7 steps", "train.max_nonfinite=2", "train.micro_batch_size=3")
+    config = tiny_config(tmp_path / "run", shards, *settings)
+    (none, ours), (_, theirs) = on_ranks(2, train_with_breaks, config, kind, (3, 5))
+    assert none is None
+    assert all(p.equal(theirs[name]) and p.isfinite().all() for name, p in ours.items())
+    assert [row["nonfinite"] for row in rows(tmp_path / "run")] == [0, 0, 1, 1, 2, 2, 2]
+    config = tiny_config(tmp_path / "again", shards, *settings)
+    for stopped, weights in on_ranks(2, train_with_breaks, config, kind, (5, 6)):
+        assert re.search(r"step 6: loss .* 2 steps in a row .*step-00000004\. ", stopped), stopped
+        assert all(p.isfinite().all() for p in weights.values())
 
 
 def mistake_of(config):

@@ -66,6 +66,7 @@ def test_a_killed_rank_ends_the_launch_and_the_next_one_goes_on(tmp_path):
     shards = make_shards(tmp_path / "data", 101)
     run, twin = tmp_path / "run", tmp_path / "twin"
     settings = (*RANDOM, "train.duration=8 steps", "checkpoint.every=3 steps", "data.workers=1")
+    settings += ("train.micro_batch_size=1",)
 
     def launch(folder):
         tree = tiny_tree(folder, shards, *settings)

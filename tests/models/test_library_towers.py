@@ -1,5 +1,7 @@
 """Towers from timm and transformers."""
 
+import copy
+
 import pytest
 import torch
 from transformers import AutoModel, BertConfig, T5Config
@@ -139,3 +141,28 @@ def test_library_towers_make_a_model(folders):
     features = model(torch.zeros(3, 3, 64, 64, dtype=torch.uint8), *texts())
     (features.logit_scale * features.image @ features.text.T).logsumexp(1).sum().backward()
     assert all_have_gradients(model)
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_library_towers_checkpoint_activations_without_changing_the_gradient(folders, mode):
+    def gradients(tower, *inputs):
+        torch.manual_seed(3)
+        tower(*inputs).square().sum().backward()
+        return [p.grad for p in tower.parameters()]
+
+    pictures = torch.randn(2, 3, 64, 64)
+    for make, inputs in (
+        (lambda: TimmTower(timm_section()), (pictures,)),
+        (lambda: HfTextTower(hf_section(folders / "bert")), texts()),
+    ):
+        torch.manual_seed(2)
+        plain = make().train()
+        again = copy.deepcopy(plain)
+        again.checkpoint_activations(mode)
+        for ours, theirs in zip(gradients(again, *inputs), gradients(plain, *inputs), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_a_timm_model_that_cannot_checkpoint_says_so():
+    with pytest.raises(ValueError, match="checkpoint_activations=full, but timm's VGG cannot"):
+        TimmTower(timm_section(name="vgg11")).checkpoint_activations("full")
