@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 import torch
@@ -59,6 +59,16 @@ class Batch:
     def to(self, device: torch.device | str) -> Batch:
         """The same batch with its tensors on a device; copies from pinned memory do not wait."""
         return _map_tensors(self, lambda tensor: tensor.to(device, non_blocking=True))
+
+    def part(self, rows: slice) -> Batch:
+        """Some of its rows, as views; the skipped samples are of the whole."""
+        cut = {f.name: getattr(self, f.name)[rows] for f in fields(self) if f.name != "skipped"}
+        return replace(self, **cut)
+
+    def identities(self) -> dict[str, Tensor]:
+        """`image_ids` and `text_ids`, int64 [B]: equal for equal keys and captions."""
+        ids = {"image_ids": hash64(self.keys), "text_ids": hash64(self.captions)}
+        return {name: x.to(self.images.device) for name, x in ids.items()}
 
     def pin_memory(self) -> Batch:
         """Called by the DataLoader."""

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from torch import nn
-
 from multimodal.config import ContrastiveSection, Loss, SigmoidSection
 from multimodal.losses.contrastive import ContrastiveLoss
+from multimodal.losses.pairs import PairLoss
 from multimodal.losses.sigmoid import SigmoidLoss
 
 
-def build_loss(section: Loss) -> nn.Module:
-    """The module whose `forward(image_features, text_features, logit_scale, logit_bias)` is it."""
+def build_loss(section: Loss) -> PairLoss:
+    """The loss that a config section describes."""
     match section:
         case ContrastiveSection():
             return ContrastiveLoss(

@@ -6,90 +6,47 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from multimodal.config import DuplicatesMode
-from multimodal.distributed import all_reduce_max, all_reduce_sum, gather_with_grad, rank
-from multimodal.losses.duplicates import Duplicates, find_duplicates
-from multimodal.losses.full_precision import full_precision
-from multimodal.losses.metrics import LossMetrics, loss_metrics
+from multimodal.distributed import all_reduce_max, all_reduce_sum
+from multimodal.losses.duplicates import Duplicates
+from multimodal.losses.pairs import Found, PairLoss, Pairs
 from multimodal.losses.tiles import hardest_negatives, logit_tiles
 
 
-class ContrastiveLoss(nn.Module):
+class ContrastiveLoss(PairLoss):
     r"""Softmax cross-entropy of each picture over all texts and of each text over all pictures.
 
     With B pairs (x_i, y_i) of unit vectors and the factor s (arXiv 2103.00020, figure 3):
 
         L = -1/2B sum_i [ log softmax_j(s x_i.y_j)[i] + log softmax_j(s y_i.x_j)[i] ]
 
-    A rank gathers the B texts and holds its b pictures against them: this b x B block of logits
-    serves both directions, as the columns' log-sum-exp is completed by an all-reduce of B numbers.
-    The block is walked in tiles, and again in the backward pass; memory is O(tile x B + B x D).
-
-    A rank returns b-th parts, so the mean over the ranks is L. Since a gathered text's gradient is
-    summed over the ranks, the mean over the ranks (DDP) of the parameters' gradients is the
-    gradient of L, whatever the number of ranks.
+    A rank's b x B block of logits serves both directions, as the columns' log-sum-exp is completed
+    by an all-reduce of B numbers. The block is walked in tiles, and again in the backward pass;
+    memory is O(tile x B + B x D).
 
     Args:
         label_smoothing: share of the target spread evenly over all candidates.
-        duplicates: what pairs with the same picture or the same caption are to each other:
-            `negative` like any other pair; `ignore` takes them out of the softmax; `positive`
-            shares the target equally among them.
-
-    Attributes:
-        metrics: of the last forward pass; None before it.
+        duplicates: as in `PairLoss`; `ignore` takes them out of the softmax, `positive` shares the
+            target equally among them.
     """
 
     def __init__(self, *, label_smoothing: float = 0.0, duplicates: DuplicatesMode = "negative"):
-        super().__init__()
+        super().__init__(duplicates=duplicates)
         self.label_smoothing = label_smoothing
-        self.duplicates: DuplicatesMode = duplicates
-        self.metrics: LossMetrics | None = None
 
-    # Compiled, the tiles would be unrolled into one graph of thousands of operations.
-    @torch.compiler.disable
-    def forward(
-        self,
-        image_features: Tensor,
-        text_features: Tensor,
-        logit_scale: Tensor,
-        logit_bias: Tensor | None = None,
-        *,
-        image_ids: Tensor | None = None,
-        text_ids: Tensor | None = None,
-    ) -> Tensor:
-        """Return this rank's share of the loss.
-
-        Args:
-            image_features: [b, D], unit length, the same b on every rank.
-            text_features: [b, D], row i belongs to picture i.
-            logit_scale: scalar, the factor itself.
-            logit_bias: scalar; softmax is blind to it, so it gets a gradient of exactly zero.
-            image_ids: [b] int64, equal for equal pictures; read unless duplicates are negatives.
-            text_ids: [b] int64, equal for equal captions.
-
-        Returns:
-            Scalar in float32 (float64 for float64 features), also under autocast.
-
-        Raises:
-            ValueError: when the features' shapes differ, or ids are needed and missing.
-        """
-        with full_precision(image_features, text_features) as (image, text):
-            pairs = len(image)
-            own = slice(rank() * pairs, (rank() + 1) * pairs)
-            duplicates = find_duplicates(self.duplicates, image_ids, text_ids, pairs=pairs)
-            texts = gather_with_grad(text)
-            scale = logit_scale.to(image.dtype)
-            loss, *top1 = _InfoNCE.apply(image, texts, scale, own.start, duplicates)
-            if self.label_smoothing > 0 or self.duplicates == "positive":
-                target = _target_text(texts, own, duplicates, self.label_smoothing)
-                loss = loss + scale * (image * (text - target)).sum() / pairs
-            self.metrics = loss_metrics(
-                image, texts, own, top1=(top1[0], top1[1]), duplicates=duplicates
-            )
-            return loss if logit_bias is None else loss + 0 * logit_bias
+    def find(self, pairs: Pairs) -> Found:
+        image, text, texts, own, scale, bias, duplicates = pairs
+        found = Found(*_InfoNCE.apply(image, texts, scale, own.start, duplicates))
+        value = found.value
+        if self.label_smoothing > 0 or self.duplicates == "positive":
+            target = _target_text(texts, own, duplicates, self.label_smoothing)
+            value = value + scale * (image * (text - target)).sum() / len(image)
+        if bias is not None:  # softmax is blind to it, so its gradient is exactly zero
+            value = value + 0 * bias
+        return found._replace(value=value)
 
 
 class _InfoNCE(torch.autograd.Function):

@@ -7,18 +7,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from multimodal.config import DuplicatesMode
-from multimodal.distributed import all_reduce_max, gather_with_grad, rank
-from multimodal.losses.duplicates import Duplicates, find_duplicates
-from multimodal.losses.full_precision import full_precision
-from multimodal.losses.metrics import LossMetrics, loss_metrics
+from multimodal.distributed import all_reduce_max
+from multimodal.losses.duplicates import Duplicates
+from multimodal.losses.pairs import Found, PairLoss, Pairs
 from multimodal.losses.tiles import hardest_negatives, logit_tiles
 
 
-class SigmoidLoss(nn.Module):
+class SigmoidLoss(PairLoss):
     r"""Binary cross-entropy of every picture-text pair: is this text that picture's own?
 
     With B pairs of unit vectors, factor s, offset o and z_ij = 1 if i = j else -1
@@ -26,72 +24,27 @@ class SigmoidLoss(nn.Module):
 
         L = -1/B sum_ij log sigmoid(z_ij (s x_i.y_j + o))
 
-    A rank holds b rows of pictures against all B texts and divides by b, so the mean over the
-    ranks is L, and DDP's mean of gradients is the gradient of L. The b x B logits are walked in
-    tiles; as a pair's gradient needs nothing but its logit, it is formed on the way, and memory is
-    O(tile x B + B x D).
+    The b x B logits are walked in tiles; as a pair's gradient needs nothing but its logit, it is
+    formed on the way, and memory is O(tile x B + B x D).
 
     Args:
-        duplicates: what pairs with the same picture or the same caption are to each other:
-            `negative` like any other pair (z = -1); `ignore` leaves them out; `positive` z = 1.
-
-    Attributes:
-        metrics: of the last forward pass; None before it.
+        duplicates: as in `PairLoss`; for those that are `positive`, z = 1.
     """
 
-    def __init__(self, *, duplicates: DuplicatesMode = "negative"):
-        super().__init__()
-        self.duplicates: DuplicatesMode = duplicates
-        self.metrics: LossMetrics | None = None
-
-    # Compiled, the tiles would be unrolled into one graph of thousands of operations.
-    @torch.compiler.disable
-    def forward(
-        self,
-        image_features: Tensor,
-        text_features: Tensor,
-        logit_scale: Tensor,
-        logit_bias: Tensor | None = None,
-        *,
-        image_ids: Tensor | None = None,
-        text_ids: Tensor | None = None,
-    ) -> Tensor:
-        """Return this rank's share of the loss.
-
-        Args:
-            image_features: [b, D], unit length, the same b on every rank.
-            text_features: [b, D], row i belongs to picture i.
-            logit_scale: scalar, the factor itself.
-            logit_bias: scalar offset; 0 if left out.
-            image_ids: [b] int64, equal for equal pictures; read unless duplicates are negatives.
-            text_ids: [b] int64, equal for equal captions.
-
-        Returns:
-            Scalar in float32 (float64 for float64 features), also under autocast.
-
-        Raises:
-            ValueError: when the features' shapes differ, or ids are needed and missing.
-        """
-        with full_precision(image_features, text_features) as (image, text):
-            pairs = len(image)
-            own = slice(rank() * pairs, (rank() + 1) * pairs)
-            duplicates = find_duplicates(self.duplicates, image_ids, text_ids, pairs=pairs)
-            texts = gather_with_grad(text)
-            scale = logit_scale.to(image.dtype)
-            bias = torch.zeros_like(scale) if logit_bias is None else logit_bias.to(image.dtype)
-            wanted = torch.is_grad_enabled() and any(
-                x.requires_grad for x in (image, texts, scale, bias)
-            )
-            loss, *top1 = _Sigmoid.apply(image, texts, scale, bias, own.start, duplicates, wanted)
-            if duplicates is not None and not duplicates.ignored:
-                # -log sigmoid(l) is -log sigmoid(-l) less l: a sum over the duplicates' logits.
-                similarity = (image * (duplicates.sum(texts) - text)).sum()
-                others = (duplicates.count[own] - 1).sum()
-                loss = loss - (scale * similarity + bias * others) / pairs
-            self.metrics = loss_metrics(
-                image, texts, own, top1=(top1[0], top1[1]), duplicates=duplicates
-            )
-            return loss
+    def find(self, pairs: Pairs) -> Found:
+        image, text, texts, own, scale, bias, duplicates = pairs
+        bias = torch.zeros_like(scale) if bias is None else bias
+        wanted = torch.is_grad_enabled() and any(
+            x.requires_grad for x in (image, texts, scale, bias)
+        )
+        found = Found(*_Sigmoid.apply(image, texts, scale, bias, own.start, duplicates, wanted))
+        if duplicates is None or duplicates.ignored:
+            return found
+        # -log sigmoid(l) is -log sigmoid(-l) less l: a sum over the duplicates' logits.
+        similarity = (image * (duplicates.sum(texts) - text)).sum()
+        others = (duplicates.count[own] - 1).sum()
+        shared = (scale * similarity + bias * others) / len(image)
+        return found._replace(value=found.value - shared)
 
 
 def initial_bias(batch_size: int) -> float:

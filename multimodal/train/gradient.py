@@ -10,24 +10,31 @@ embedding. So the chain rule can be cut there (GradCache, arXiv 2101.06983):
 A whole batch is one micro-batch: the last one, whose graph is kept, so nothing runs twice. With k
 of them the towers do (4k - 1) / 3k times the work of a whole batch: 1.17 for 2, 4/3 for many.
 
-Batch normalisation is the exception: it sees a micro-batch. A further loss of each pair alone
-(captions, distillation) belongs into 3, as one more root of `_pull_back`.
+A further loss of each pair alone (captions, distillation) is one more root of 3. Batch
+normalisation is the exception to all this: it sees a micro-batch.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from multimodal.data.batch import Batch, hash64
+from multimodal.data.batch import Batch
+from multimodal.distributed import all_reduce_sum, world_size
+from multimodal.losses.metrics import LossMetrics
+from multimodal.losses.pairs import PairLoss
 from multimodal.models.two_tower import Features
+
+PerPair = Callable[[Features, Batch], Tensor]
+"""A mean over pairs of something that each pair has alone, from its features and rows."""
 
 
 class LocalLoss(NamedTuple):
@@ -37,16 +44,19 @@ class LocalLoss(NamedTuple):
     """Its share of the loss; the mean over the ranks is the loss."""
     features: Features
     """Of all its rows, without a graph."""
+    metrics: LossMetrics | None
+    """What the loss noticed on the way; averaged over the ranks like the value."""
 
 
 def add_gradient(
     model: nn.Module,
-    loss: nn.Module,
+    loss: PairLoss,
     batch: Batch,
     *,
     accelerator: Accelerator,
     micro_batch_size: int | None,
     seed_of: Callable[[int], int],
+    per_pair: PerPair | None = None,
 ) -> LocalLoss:
     """Add the gradient of the global batch's loss to the parameters, the same on all ranks.
 
@@ -56,6 +66,7 @@ def add_gradient(
         micro_batch_size: rows embedded at once; None is all.
         seed_of: seed of a micro-batch's random numbers, by its number. Both passes start from it,
             so the second one draws what the first one drew.
+        per_pair: a loss to add, which compares no pairs.
     """
     tower = accelerator.unwrap_model(model)
     image, text = tower.learns("image"), tower.learns("text")
@@ -64,11 +75,11 @@ def add_gradient(
 
     def embed(number: int, *, images: bool = image, texts: bool = text) -> Features:
         torch.manual_seed(seed_of(number))
-        rows = cuts[number]
+        part = batch.part(cuts[number])
         return model(
-            images=batch.images[rows] if images else None,
-            tokens=batch.tokens[rows] if texts else None,
-            lengths=batch.lengths[rows] if texts else None,
+            images=part.images if images else None,
+            tokens=part.tokens if texts else None,
+            lengths=part.lengths if texts else None,
         )
 
     frozen = None
@@ -86,21 +97,44 @@ def add_gradient(
     buffers = copied_buffers(model)
     order = [last, *range(last)]
     for number in order:
-        # DDP averages in the backward pass that follows a forward pass outside `no_sync`.
+        # DDP averages in the backward pass that follows a forward pass outside `no_sync`, FSDP in
+        # the backward pass outside it.
         final = number == order[-1]
         with nullcontext() if final else unsynced(model):
             part = kept if number == last else embed(number)
-            _pull_back(part, gradient, cuts[number], with_temperature=final)
+            further = None
+            if per_pair is not None:
+                further = _share(per_pair, part, frozen, batch, cuts[number])
+                value = value + further.detach()
+            _pull_back(part, gradient, cuts[number], further, with_temperature=final)
+    _average_unsharded(model)
     restore_buffers(buffers)
-    return LocalLoss(value, features)
+    return LocalLoss(value, features, loss.metrics)
 
 
-def unsynced(model: nn.Module) -> AbstractContextManager:
-    """Where DDP does not average gradients.
+@contextmanager
+def unsynced(model: nn.Module) -> Iterator[None]:
+    """Where DDP and FSDP do not average gradients.
 
     `Accelerator.no_sync` does nothing for a DDP of one process, which torchrun can make.
     """
-    return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
+    match model:
+        case DistributedDataParallel():
+            with model.no_sync():
+                yield
+        case FSDPModule():
+            model.set_requires_gradient_sync(False)
+            yield
+            model.set_requires_gradient_sync(True)
+        case _:
+            yield
+
+
+def _average_unsharded(model: nn.Module) -> None:
+    """FSDP cannot shard scalars, the temperature, and leaves their gradients to each rank."""
+    for parameter in model.parameters() if isinstance(model, FSDPModule) else ():
+        if parameter.grad is not None and not isinstance(parameter, DTensor):
+            parameter.grad = all_reduce_sum(parameter.grad) / world_size()
 
 
 def copied_buffers(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
@@ -131,11 +165,11 @@ def _join(parts: Sequence[Features], frozen: Features | None = None) -> Features
 
 
 def _loss_gradient(
-    loss: nn.Module, features: Features, batch: Batch
+    loss: PairLoss, features: Features, batch: Batch
 ) -> tuple[Tensor, Features, dict[str, Tensor]]:
     """The loss, the features without a graph, and the gradient of those that learn, by name."""
     leaves = Features(*(_leaf(x) for x in features))
-    value = loss(*leaves, **_identities(loss, batch))
+    value = loss(*leaves, **batch.identities())
     learning = {n: x for n, x in leaves._asdict().items() if x is not None and x.requires_grad}
     found = torch.autograd.grad(value, list(learning.values()), materialize_grads=True)
     plain = Features(*(_leaf(x, learns=False) for x in features))
@@ -146,19 +180,24 @@ def _leaf(x: Any, learns: bool = True) -> Any:
     return None if x is None else x.detach().requires_grad_(learns and x.requires_grad)
 
 
-def _identities(loss: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    """What tells a loss that it asks which pairs share a picture or a text."""
-    if "image_ids" not in inspect.signature(loss.forward).parameters:
-        return {}
-    device = batch.images.device
-    return {
-        "image_ids": hash64(batch.keys).to(device),
-        "text_ids": hash64(batch.captions).to(device),
-    }
+def _share(
+    per_pair: PerPair, part: Features, frozen: Features | None, batch: Batch, rows: slice
+) -> Tensor:
+    """What a micro-batch's rows add to the mean over this rank's pairs."""
+    if frozen is not None:
+        sides = {n: x[rows] for n in ("image", "text") if (x := getattr(frozen, n)) is not None}
+        part = part._replace(**sides)
+    own = batch.part(rows)
+    return per_pair(part, own) * (len(own.keys) / len(batch.keys))
 
 
 def _pull_back(
-    part: Features, gradient: dict[str, Tensor], rows: slice, *, with_temperature: bool
+    part: Features,
+    gradient: dict[str, Tensor],
+    rows: slice,
+    further: Tensor | None,
+    *,
+    with_temperature: bool,
 ) -> None:
     """Add what a micro-batch's rows give to the parameters.
 
@@ -168,6 +207,9 @@ def _pull_back(
     if with_temperature:
         places |= {"logit_scale": ..., "logit_bias": ...}
     names = [name for name in places if name in gradient]
-    torch.autograd.backward(
-        [getattr(part, name) for name in names], [gradient[name][places[name]] for name in names]
-    )
+    roots = [getattr(part, name) for name in names]
+    slopes: list[Tensor | None] = [gradient[name][places[name]] for name in names]
+    if further is not None:
+        roots.append(further)
+        slopes.append(None)
+    torch.autograd.backward(roots, slopes)

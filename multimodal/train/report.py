@@ -1,8 +1,10 @@
 """What a run tells: the console, `metrics.jsonl` and lists of what was left out, a copy to W&B.
 
 `metrics.jsonl` is the source of truth: one JSON object a line, either a training row (`step, epoch,
-samples, loss, lr, grad_norm, logit_scale, batch_hash, samples_per_second, data_wait, skipped,
-nonfinite`, and `logit_bias` where there is one) or an evaluation (`step, eval, METRIC...`).
+samples, loss, lr, grad_norm, logit_scale, batch_hash, image_to_text_top1, text_to_image_top1,
+positive_similarity, negative_similarity, samples_per_second, data_wait, skipped, nonfinite`, and
+`logit_bias` where there is one) or an evaluation (`step, eval, METRIC...`). The top-1 shares and
+mean cosines are over the step's batch, as `losses.metrics.LossMetrics` defines them.
 `samples_per_second` and `data_wait`, the share of the time spent waiting for data, are over the
 steps since the row before, on rank 0, without evaluations and checkpoints. `skipped` counts
 unreadable samples and `nonfinite` the steps left out, both since the run's start; `skipped.jsonl`

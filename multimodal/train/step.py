@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import cast
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from multimodal.data.batch import Batch
 from multimodal.distributed import all_reduce_sum, gather_objects, rank, world_size
+from multimodal.losses.pairs import PairLoss
 from multimodal.models.two_tower import Features
-from multimodal.train.gradient import add_gradient, copied_buffers, restore_buffers
+from multimodal.train.gradient import LocalLoss, add_gradient, copied_buffers, restore_buffers
 from multimodal.weights.pretrained import Pretrained
 
 
@@ -31,13 +34,15 @@ class StepResult:
     """Unreadable samples that others stood in for."""
     finite: bool = True
     """Whether loss and gradient were, on all ranks. If not, the step changed nothing."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """What the loss noticed, by the names of `LossMetrics`."""
     suspects: tuple[str, ...] = ()
     """Keys of the samples whose embeddings were not finite, if that is why."""
 
 
 def train_step(
     model: nn.Module,
-    loss: nn.Module,
+    loss: PairLoss,
     optimizer: torch.optim.Optimizer,
     batch: Batch,
     *,
@@ -70,8 +75,8 @@ def train_step(
         micro_batch_size=micro_batch_size,
         seed_of=lambda part: random_state(seed, step, rank(), part),
     )
-    norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-    result = _agree(local.value, norm, local.features, len(batch.skipped))
+    norm = gradient_norm(model)
+    result = _agree(local, norm, len(batch.skipped))
     if result.finite:
         if clip_grad_norm is not None:
             nn.utils.clip_grads_with_norm_(model.parameters(), clip_grad_norm, norm)
@@ -86,8 +91,18 @@ def train_step(
     return result
 
 
+def gradient_norm(model: nn.Module) -> Tensor:
+    """Norm over all parameters, also over those that are sharded; the same on all ranks."""
+    found = [p.grad for p in model.parameters() if p.grad is not None]
+    sharded = [g for g in found if isinstance(g, DTensor)]
+    norms = [nn.utils.get_total_norm([g for g in found if not isinstance(g, DTensor)])]
+    if sharded:
+        norms.append(cast(DTensor, nn.utils.get_total_norm(sharded)).full_tensor())
+    return nn.utils.get_total_norm(norms)
+
+
 def rehearse(
-    model: nn.Module, loss: nn.Module, pretrained: Pretrained, *, accelerator: Accelerator
+    model: nn.Module, loss: PairLoss, pretrained: Pretrained, *, accelerator: Accelerator
 ) -> None:
     """One backward pass for nothing, after which gradients are summed in the same order for good.
 
@@ -98,11 +113,14 @@ def rehearse(
     if world_size() == 1:
         return
     size = pretrained.transform.size
-    tokens, lengths = pretrained.tokenizer.encode(["a", "b"])
+    texts = ["a", "b"]
+    tokens, lengths = pretrained.tokenizer.encode(texts)
     images = torch.zeros(2, 3, size, size, dtype=torch.uint8)
-    batch = (x.to(accelerator.device) for x in (images, tokens, lengths))
+    batch = Batch(images, tokens, lengths, keys=texts, positions=torch.arange(2), captions=texts)
+    batch = batch.to(accelerator.device)
     buffers = copied_buffers(model)
-    accelerator.backward(loss(*model(*batch)))
+    features = model(batch.images, batch.tokens, batch.lengths)
+    accelerator.backward(loss(*features, **batch.identities()))
     model.zero_grad(set_to_none=True)
     restore_buffers(buffers)
 
@@ -116,24 +134,28 @@ def random_state(seed: int, step: int, rank: int, micro_batch: int = 0) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
 
-def _agree(loss: Tensor, norm: Tensor, features: Features, skipped: int) -> StepResult:
+def _agree(local: LocalLoss, norm: Tensor, skipped: int) -> StepResult:
     """Bring the numbers of all ranks together with one reduction and one wait for the device."""
-    loss, norm = loss.detach().float(), norm.detach().float()
+    loss, norm = local.value.float(), norm.detach().float()
     broken = ~(loss.isfinite() & norm.isfinite())
-    total = all_reduce_sum(torch.stack([loss, broken.float(), torch.full_like(loss, skipped)]))
-    own = [norm, features.logit_scale]
-    if features.logit_bias is not None:
-        own.append(features.logit_bias)
-    mean, broken_ranks, all_skipped, norm_, scale, *bias = torch.cat(
-        [total, torch.stack(own).detach()]
-    ).tolist()
+    metrics = local.metrics._asdict() if local.metrics is not None else {}
+    shares = [broken.float(), torch.full_like(loss, skipped), loss, *metrics.values()]
+    own = [norm, local.features.logit_scale]
+    if local.features.logit_bias is not None:
+        own.append(local.features.logit_bias)
+    total = all_reduce_sum(torch.stack([share.float() for share in shares]))
+    numbers = torch.cat([total, torch.stack(own)]).tolist()
+    broken_ranks, all_skipped, *sums = numbers[: len(shares)]
+    norm_, scale, *bias = numbers[len(shares) :]
+    mean, *means = (x / world_size() for x in sums)
     return StepResult(
-        loss=mean / world_size(),
+        loss=mean,
         grad_norm=norm_,
         logit_scale=scale,
         logit_bias=bias[0] if bias else None,
         skipped=int(all_skipped),
         finite=broken_ranks == 0,
+        metrics=dict(zip(metrics, means, strict=True)),
     )
 
 

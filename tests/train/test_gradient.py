@@ -10,7 +10,6 @@ import torch
 from accelerate import Accelerator
 from test_step import PAIRS, own_part, tiny_model, whole_batch
 from tools import RANDOM, on_ranks
-from torch import nn
 
 from multimodal.config import Train
 from multimodal.data.batch import hash64
@@ -52,6 +51,19 @@ def test_the_second_pass_embeds_what_the_first_one_did(mode, precision):
     assert all(g.dtype == torch.float32 and g.isfinite().all() for g in found.values())
 
 
+@pytest.mark.slow
+def test_the_second_pass_draws_what_the_first_one_did_when_compiled():
+    model = tiny_model(*DROPOUT, "model.image.depth=1", "model.text.depth=1")
+    model.compile()
+    model.register_forward_hook(lambda module, args, out: seen.append((out.image, out.text)))
+    seen = []
+    gradient(model, 4)
+    (first, again), last = (seen[0], seen[2]), seen[1]
+    assert not first[0].requires_grad and again[0].requires_grad
+    assert all(a.equal(b) for a, b in zip(first, again, strict=True))
+    assert not first[0].equal(last[0])
+
+
 @pytest.mark.parametrize("mode", MODES[1:])
 def test_checkpointing_changes_no_bit_of_the_gradient(mode):
     plain, other = tiny_model(*DROPOUT), tiny_model(*DROPOUT)
@@ -86,8 +98,7 @@ def test_checkpointing_stores_less():
 def frozen_gradient(side, size):
     """Of this rank's rows with one side frozen; also how often each side was embedded."""
     accelerator, model = Accelerator(cpu=True), tiny_model(*DROPOUT)
-    for part in (getattr(model, side), getattr(model, f"{side}_projection")):
-        part.requires_grad_(False)
+    model.freeze([side])
     calls = {"image": 0, "text": 0}
     for name in calls:
         tower = getattr(model, name)
@@ -133,10 +144,44 @@ def test_a_frozen_tower_is_embedded_once_and_the_other_learns_exactly(side, worl
                 assert (found[name] - whole).norm() <= 1e-5 * max(whole.norm(), 0.01 * norm)
 
 
-class OfDuplicates(nn.Module):
+def distance(features, batch):
+    """A loss of each pair alone, which knows its rows."""
+    weight = 1 + batch.lengths + batch.positions
+    return (weight * (features.image - features.text).square().sum(1)).mean()
+
+
+@pytest.mark.parametrize("frozen", [[], ["image"], ["text"]])
+def test_a_further_loss_of_each_pair_alone_is_added_exactly(frozen):
+    batch = replace(whole_batch(), lengths=torch.randint(2, 9, (PAIRS,)))
+    expected, model = tiny_model(), tiny_model()
+    for one in (expected, model):
+        one.freeze(frozen)
+    features = expected(batch.images, batch.tokens, batch.lengths)
+    whole = ContrastiveLoss()(*features) + distance(features, batch)
+    whole.backward()
+    local = add_gradient(
+        model,
+        ContrastiveLoss(),
+        batch,
+        accelerator=Accelerator(cpu=True),
+        micro_batch_size=3,
+        seed_of=lambda part: part,
+        per_pair=distance,
+    )
+    assert local.value == pytest.approx(whole.item(), rel=1e-6)
+    found = {name: p.grad for name, p in model.named_parameters()}
+    norm = torch.stack([p.grad.norm() for p in expected.parameters() if p.grad is not None]).norm()
+    for name, p in expected.named_parameters():
+        if p.grad is None:
+            assert found[name] is None
+        else:
+            assert (found[name] - p.grad).norm() <= 1e-5 * max(p.grad.norm(), 0.01 * norm)
+
+
+class OfDuplicates(ContrastiveLoss):
     def forward(self, image, text, scale, bias, *, image_ids=None, text_ids=None):
         self.ids = image_ids, text_ids
-        return ContrastiveLoss()(image, text, scale, bias)
+        return super().forward(image, text, scale, bias)
 
 
 def test_a_loss_that_asks_for_identities_gets_them():
