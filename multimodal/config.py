@@ -302,8 +302,8 @@ class Model(Section):
     """Map from the text tower to the embedding."""
     logit_scale: Annotated[float, Field(ge=1, le=100)] = 1 / 0.07
     """Initial factor on the cosine similarities (inverse temperature); learned, at most 100."""
-    logit_bias: float | None = None
-    """Initial learned offset of the logits; needed by the sigmoid loss (SigLIP: -10)."""
+    logit_bias: float | Literal["auto"] | None = None
+    """Initial learned offset of the logits, for the sigmoid loss; `auto`: -log(batch_size - 1)."""
     preprocess: Preprocess = Preprocess()
     """Picture to input."""
     tokenizer: TokenizerSection
@@ -455,10 +455,20 @@ class Train(Section):
     """Pairs that fit on a device at once; more work, the same gradient. `auto` (CUDA) tries."""
     checkpoint_activations: Literal["none", "selective", "full"] = "none"
     """Save memory by computing again: the MLPs' hidden layers (`selective`) or whole blocks."""
+    compile: bool = False
+    """Compile the model (torch.compile): a slow first step, then faster ones, above all on GPUs."""
+    freeze: list[Literal["image", "text", "temperature"]] = []
+    """Parts that keep their weights: a tower with its projection, or the logits' temperature."""
     duration: DurationText = "32 epochs"
     """Length of the run: `32 epochs`, `1000 steps` or `2e6 samples`."""
     max_nonfinite: PositiveInt = 10
     """Steps in a row, left out since loss or gradient was not finite, that stop the run."""
+
+    @model_validator(mode="after")
+    def _something_learns(self):
+        if {"image", "text"} <= set(self.freeze):
+            raise ValueError(f"freeze={self.freeze} leaves no tower to train; keep one out")
+        return self
 
 
 class Checkpoint(Section):
@@ -564,5 +574,7 @@ class Config(Section):
     @model_validator(mode="after")
     def _sigmoid_has_a_bias(self):
         if self.loss.kind == "sigmoid" and self.model.logit_bias is None:
-            raise ValueError("loss.kind=sigmoid needs model.logit_bias (SigLIP starts at -10)")
+            raise ValueError(
+                "loss.kind=sigmoid needs model.logit_bias; set auto, or a number (SigLIP: -10)"
+            )
         return self

@@ -4,7 +4,8 @@ Legend: B pictures, T texts, E embed_dim, L tokens, H W pixels.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Literal, NamedTuple
 
 import torch
@@ -19,6 +20,8 @@ MAX_LOGIT_SCALE = 100.0
 """Largest factor on the similarities (arXiv 2103.00020, section 2.5)."""
 _NORM_EPS = 1e-6
 
+Part = Literal["image", "text", "temperature"]
+"""A tower with its projection, or the scale and offset of the logits."""
 Images = UInt8[Tensor, "B 3 H W"] | Float[Tensor, "B 3 H W"]
 
 
@@ -69,7 +72,8 @@ class TwoTower(nn.Module):
         section: sizes, projections, temperature and pixel statistics.
 
     Raises:
-        ValueError: when a projection is `none` and the tower is not `embed_dim` wide.
+        ValueError: when a projection is `none` and the tower is not `embed_dim` wide, or the offset
+            of the logits is left to a batch size.
     """
 
     def __init__(self, image: nn.Module, text: nn.Module, section: config.Model):
@@ -78,18 +82,30 @@ class TwoTower(nn.Module):
         self.text = text
         self.image_projection = _projection("image", image, section)
         self.text_projection = _projection("text", text, section)
+        if section.logit_bias == "auto":
+            raise ValueError("model.logit_bias=auto is for training; give a number or null")
         self.temperature = Temperature(section.logit_scale, section.logit_bias)
         self.embed_dim = section.embed_dim
         self._mean = tuple(section.preprocess.mean)
         self._std = tuple(section.preprocess.std)
 
-    def learns(self, side: Literal["image", "text"]) -> bool:
-        """Whether a tower or its projection has a parameter that is not frozen."""
-        parts = {
+    def learns(self, part: Part) -> bool:
+        """Whether a part has a parameter that is not frozen."""
+        return any(p.requires_grad for p in self._parameters_of(part))
+
+    def freeze(self, parts: Iterable[Part]) -> None:
+        """Let parts keep their weights."""
+        for part in parts:
+            for parameter in self._parameters_of(part):
+                parameter.requires_grad_(False)
+
+    def _parameters_of(self, part: Part) -> Iterator[nn.Parameter]:
+        modules = {
             "image": (self.image, self.image_projection),
             "text": (self.text, self.text_projection),
+            "temperature": (self.temperature,),
         }
-        return any(p.requires_grad for part in parts[side] for p in part.parameters())
+        return chain.from_iterable(module.parameters() for module in modules[part])
 
     def checkpoint_activations(self, mode: Checkpointing) -> None:
         """Choose what the backward pass computes again instead of storing it."""

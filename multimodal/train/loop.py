@@ -13,7 +13,7 @@ import torch
 from accelerate import Accelerator
 from matplotlib.figure import FigureBase
 
-from multimodal.config import Config, Retrieval, parse_duration
+from multimodal.config import Config, Retrieval, Train, parse_duration
 from multimodal.data.batch import Batch
 from multimodal.data.build import open_source
 from multimodal.data.images import ImageTransform
@@ -32,6 +32,7 @@ from multimodal.errors import RunStopped
 from multimodal.evaluate.report import draw_predictions, first_captions, print_results
 from multimodal.evaluate.run import evaluate
 from multimodal.losses.build import build_loss
+from multimodal.models.two_tower import TwoTower
 from multimodal.train.checkpoint import Checkpoint, Checkpoints, load_optimizer
 from multimodal.train.curves import write_report
 from multimodal.train.machine import make_accelerator
@@ -115,7 +116,7 @@ def _run(
     broken = _Broken(**found.state.get("nonfinite", {})) if found else _Broken()
     pretrained = starting_model(config, source, found, accelerator.device)
     on_main(lambda: write_config(Path(config.run), config))
-    pretrained.model.checkpoint_activations(config.train.checkpoint_activations)
+    _prepare(pretrained.model, config.train)
     _announce(accelerator, source, schedule, pretrained, found)
     optimizer = build_optimizer(pretrained.model, config.optim)
     if found:
@@ -165,7 +166,8 @@ def _run(
             if schedule.is_time(config.log.every, step, minutes=minutes):
                 hashed = batch_hash(batch.keys)
                 counts = {"skipped": skipped, "nonfinite": broken.total}
-                report.metrics(_row(schedule, step, result, hashed) | meter.figures() | counts)
+                row = _row(schedule, step, result, hashed)
+                report.metrics(row | result.metrics | meter.figures() | counts)
                 meter.restart()
 
             if schedule.is_time(config.checkpoint.every, step, minutes=minutes):
@@ -179,6 +181,14 @@ def _run(
 
         assert found is not None, "the last step saves a checkpoint"
         _finish(config, pretrained, found)
+
+
+def _prepare(model: TwoTower, train: Train) -> None:
+    """What the settings of training change about a model."""
+    model.checkpoint_activations(train.checkpoint_activations)
+    model.freeze(train.freeze)
+    if train.compile:
+        model.compile()
 
 
 def _announce(
@@ -359,7 +369,7 @@ def _save(
         lambda: checkpoints.save(
             state=state,
             model=pretrained.model,
-            section=config.model,
+            section=pretrained.config,
             tokenizer=pretrained.tokenizer,
             optimizer=optimizer,
         )

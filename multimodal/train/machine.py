@@ -6,7 +6,7 @@ import os
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, parse_flag_from_env
+from accelerate.utils import DistributedType, DynamoBackend, parse_flag_from_env
 
 _SHARDED = {
     DistributedType.FSDP,
@@ -46,6 +46,12 @@ def make_accelerator(*, tracker: str | None) -> Accelerator:
         raise ValueError(
             f"{accelerator.distributed_type.value} is not supported; use plain data parallelism "
             "(`accelerate launch --multi_gpu`)"
+        )
+    compiler = accelerator.state.dynamo_plugin
+    if compiler is not None and compiler.backend != DynamoBackend.NO:
+        raise ValueError(
+            "compilation by the launcher would hide the model from the step; leave it out of "
+            "`accelerate config` and set train.compile=true"
         )
     if accelerator.gradient_accumulation_steps != 1:
         raise ValueError(

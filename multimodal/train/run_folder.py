@@ -31,6 +31,7 @@ MAY_CHANGE = (
     "train.duration",
     "train.micro_batch_size",
     "train.checkpoint_activations",
+    "train.compile",
     "train.max_nonfinite",
     "evaluate",
     "checkpoint",

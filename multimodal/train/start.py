@@ -18,6 +18,7 @@ from multimodal.data.source import BadSample, Source
 from multimodal.data.text import Tokenizer, build_tokenizer
 from multimodal.distributed import gather_objects, main_first, on_main, world_size
 from multimodal.evaluate.zero_shot import check_labels
+from multimodal.losses.sigmoid import initial_bias
 from multimodal.models.build import build_model
 from multimodal.train.checkpoint import Checkpoint
 from multimodal.weights.load import load
@@ -82,14 +83,18 @@ def starting_model(
         _refuse_batch_norm(pretrained.model)
         return pretrained
     tokenizer = _new_tokenizer(config, source)
+    section = config.model
+    if section.logit_bias == "auto":
+        bias = initial_bias(config.train.batch_size)
+        section = section.model_copy(update={"logit_bias": bias})
     torch.manual_seed(config.seed)
-    model = build_model(config.model)
+    model = build_model(section)
     _refuse_batch_norm(model)
     return Pretrained(
         model=model.to(device),
-        transform=ImageTransform(config.model.image.image_size, config.model.preprocess),
+        transform=ImageTransform(section.image.image_size, section.preprocess),
         tokenizer=tokenizer,
-        config=config.model,
+        config=section,
     )
 
 

@@ -9,21 +9,24 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tools import RANDOM, make_shards, on_ranks, retrieval, rows, tiny_config, tiny_tree
-from torch import nn
 
 import multimodal
 from multimodal.config import Config, Retrieval
 from multimodal.config_io import check
 from multimodal.errors import RunStopped
 from multimodal.evaluate.run import evaluate
+from multimodal.losses import ContrastiveLoss
+from multimodal.losses.metrics import LossMetrics
 from multimodal.train import loop
 from multimodal.train.loop import train
 
 COLUMNS = [
     *("step", "epoch", "samples", "loss", "lr", "grad_norm", "logit_scale", "batch_hash"),
+    *LossMetrics._fields,
     *("samples_per_second", "data_wait", "skipped", "nonfinite"),
 ]
 EXACT = ("step", "loss", "lr", "grad_norm", "logit_scale", "batch_hash", "skipped")
+EXACT += LossMetrics._fields
 
 
 @pytest.fixture(scope="module")
@@ -230,18 +233,15 @@ def break_steps(monkeypatch, steps):
     real = loop.train_step
 
     def train_step(model, loss, *args, step, **kwargs):
-        shown = (lambda *features: loss(*features) + math.inf) if step + 1 in steps else loss
-        return real(model, as_module(shown), *args, step=step, **kwargs)
+        shown = Infinite() if step + 1 in steps else loss
+        return real(model, shown, *args, step=step, **kwargs)
 
     monkeypatch.setattr(loop, "train_step", train_step)
 
 
-def as_module(function):
-    if isinstance(function, nn.Module):
-        return function
-    module = nn.Module()
-    module.forward = function
-    return module
+class Infinite(ContrastiveLoss):
+    def forward(self, *features, **ids):
+        return super().forward(*features, **ids) + math.inf
 
 
 def test_steps_that_are_not_finite_are_left_out_counted_and_listed(shards, tmp_path, monkeypatch):
@@ -297,6 +297,34 @@ def test_too_many_unreadable_samples_stop_the_run_with_the_numbers(tmp_path):
 def train_in_16_bit(config):
     os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16"
     train(config)
+
+
+@pytest.mark.slow
+def test_a_compiled_run_has_the_losses_of_a_plain_one(shards, tmp_path):
+    small = ("model.image.depth=1", "model.text.depth=1", "model.text.fixed_length=true")
+    few = ("train.duration=3 steps", "train.micro_batch_size=4", "log.every=1 steps")
+    for name in ("false", "true"):
+        train(tiny_config(tmp_path / name, shards, *small, *few, f"train.compile={name}"))
+    for ours, theirs in zip(exact(tmp_path / "true"), exact(tmp_path / "false"), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-6)
+
+
+def test_frozen_parts_keep_their_weights(shards, tmp_path):
+    freeze = ("model.logit_scale=10", "train.freeze=[text, temperature]", "train.duration=4 steps")
+    train(tiny_config(tmp_path / "run", shards, "checkpoint.every=1 steps", *freeze))
+    first, last = (weights(tmp_path / f"run/checkpoints/step-0000000{n}/model") for n in (3, 4))
+    changed = {name.partition(".")[0] for name in first if not first[name].equal(last[name])}
+    assert changed == {"image", "image_projection"}
+    assert [row["logit_scale"] for row in rows(tmp_path / "run")] == pytest.approx([10.0] * 4)
+
+
+def test_the_offset_of_the_sigmoid_loss_follows_the_batch(shards, tmp_path):
+    loss = ("loss.kind=sigmoid", "model.logit_bias=auto")
+    train(tiny_config(tmp_path / "run", shards, "train.duration=4 steps", *loss))
+    assert rows(tmp_path / "run")[0]["logit_bias"] == pytest.approx(-math.log(7))
+    train(tiny_config(tmp_path / "run", shards, "train.duration=5 steps", *loss))
+    offset = multimodal.load(tmp_path / "run").logit_bias()
+    assert -2.1 < offset < -1.8 and offset != rows(tmp_path / "run")[0]["logit_bias"]
 
 
 def test_16_bit_training_keeps_loss_and_weights_in_32_bit(shards, tmp_path, caplog):

@@ -5,21 +5,24 @@ import re
 
 import pytest
 from tools import make_shards, on_ranks, retrieval, rows, tiny_config, tiny_tree
-from torch import nn
 
 from multimodal.config import Config
 from multimodal.config_io import check
 from multimodal.distributed import rank
 from multimodal.errors import RunStopped
+from multimodal.losses import ContrastiveLoss
+from multimodal.losses.metrics import LossMetrics
 from multimodal.train import checkpoint, loop
 from multimodal.train.loop import train
 
 
-def test_two_processes_train_like_one(tmp_path):
+@pytest.mark.parametrize("duplicates", ["negative", "ignore"])
+def test_two_processes_train_like_one(tmp_path, duplicates):
     shards = make_shards(tmp_path / "data", 37, broken=(7,))
     other = make_shards(tmp_path / "other", 20, seed=9)
     for name in ("one", "two"):
-        tree = tiny_tree(tmp_path / name, shards, "data.max_skipped=0.1")
+        loss = ("loss.kind=contrastive", f"loss.duplicates={duplicates}")
+        tree = tiny_tree(tmp_path / name, shards, "data.max_skipped=0.1", *loss)
         tree["evaluate"] = {"shapes": retrieval(other, "5 steps")}
         config = check(tree, Config)
         if name == "one":
@@ -30,7 +33,10 @@ def test_two_processes_train_like_one(tmp_path):
         assert list(ours) == list(theirs)
         for column in ("step", "lr", "batch_hash", "skipped"):
             assert ours.get(column) == theirs.get(column)
-        assert ours.get("loss", 0) == pytest.approx(theirs.get("loss", 0), rel=1e-5)
+        for column in ("loss", *LossMetrics._fields):
+            assert ours.get(column, 0) == pytest.approx(theirs.get(column, 0), rel=1e-5, abs=1e-6)
+    for column in LossMetrics._fields:
+        assert len({row.get(column) for row in rows(tmp_path / "two")}) > 2
     skipped = [rows(tmp_path / name, "skipped.jsonl") for name in ("one", "two")]
     assert skipped[0] == skipped[1]
 
@@ -41,7 +47,7 @@ def train_with_breaks(config, kind, steps):
 
     def train_step(model, loss, *args, step, **kwargs):
         models[:] = [model]
-        shown = Broken(loss, kind) if rank() == 1 and step + 1 in steps else loss
+        shown = Broken(kind) if rank() == 1 and step + 1 in steps else loss
         return real(model, shown, *args, step=step, **kwargs)
 
     loop.train_step = train_step
@@ -52,13 +58,13 @@ def train_with_breaks(config, kind, steps):
     return stopped, {name: p.detach().clone() for name, p in models[0].named_parameters()}
 
 
-class Broken(nn.Module):
-    def __init__(self, loss, kind):
+class Broken(ContrastiveLoss):
+    def __init__(self, kind):
         super().__init__()
-        self.loss, self.kind = loss, kind
+        self.kind = kind
 
-    def forward(self, image, text, scale, bias):
-        value = self.loss(image, text, scale, bias)
+    def forward(self, image, text, scale, bias, **ids):
+        value = super().forward(image, text, scale, bias, **ids)
         return (
             value * math.nan
             if self.kind == "nan loss"
