@@ -6,12 +6,16 @@ processes (Accelerate, torchrun) also makes the group; `shutdown` ends it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 T = TypeVar("T")
 
@@ -146,6 +150,40 @@ def all_reduce_sum(x: Tensor) -> Tensor:
 def all_reduce_max(x: Tensor) -> Tensor:
     """Largest value over the ranks, elementwise; no gradient; `x` is left as it is."""
     return _all_reduce(x, dist.ReduceOp.MAX) if world_size() > 1 else x.clone()
+
+
+@contextmanager
+def unsynced(model: nn.Module) -> Iterator[None]:
+    """Where DDP and FSDP do not average gradients.
+
+    `Accelerator.no_sync` does nothing for a DDP of one process, which torchrun can make.
+    """
+    if isinstance(model, DistributedDataParallel):
+        with model.no_sync():
+            yield
+    elif isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(False)
+        yield
+        model.set_requires_gradient_sync(True)
+    else:
+        yield
+
+
+def average_unsharded(model: nn.Module) -> None:
+    """FSDP cannot shard scalars, the temperature, and leaves their gradients to each rank."""
+    for parameter in model.parameters() if isinstance(model, FSDPModule) else ():
+        if parameter.grad is not None and not isinstance(parameter, DTensor):
+            parameter.grad = all_reduce_sum(parameter.grad) / world_size()
+
+
+def gradient_norm(model: nn.Module) -> Tensor:
+    """Norm over all parameters, also over those that are sharded; the same on all ranks."""
+    found = [p.grad for p in model.parameters() if p.grad is not None]
+    sharded = [g for g in found if isinstance(g, DTensor)]
+    norms = [nn.utils.get_total_norm([g for g in found if not isinstance(g, DTensor)])]
+    if sharded:
+        norms.append(cast(DTensor, nn.utils.get_total_norm(sharded)).full_tensor())
+    return nn.utils.get_total_norm(norms)
 
 
 def any_rank(flag: bool) -> bool:

@@ -16,19 +16,16 @@ normalisation is the exception to all this: it sees a micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from multimodal.data.batch import Batch
-from multimodal.distributed import all_reduce_sum, world_size
+from multimodal.distributed import average_unsharded, unsynced
 from multimodal.losses.metrics import LossMetrics
 from multimodal.losses.pairs import PairLoss
 from multimodal.models.two_tower import Features
@@ -107,34 +104,9 @@ def add_gradient(
                 further = _share(per_pair, part, frozen, batch, cuts[number])
                 value = value + further.detach()
             _pull_back(part, gradient, cuts[number], further, with_temperature=final)
-    _average_unsharded(model)
+    average_unsharded(model)
     restore_buffers(buffers)
     return LocalLoss(value, features, loss.metrics)
-
-
-@contextmanager
-def unsynced(model: nn.Module) -> Iterator[None]:
-    """Where DDP and FSDP do not average gradients.
-
-    `Accelerator.no_sync` does nothing for a DDP of one process, which torchrun can make.
-    """
-    match model:
-        case DistributedDataParallel():
-            with model.no_sync():
-                yield
-        case FSDPModule():
-            model.set_requires_gradient_sync(False)
-            yield
-            model.set_requires_gradient_sync(True)
-        case _:
-            yield
-
-
-def _average_unsharded(model: nn.Module) -> None:
-    """FSDP cannot shard scalars, the temperature, and leaves their gradients to each rank."""
-    for parameter in model.parameters() if isinstance(model, FSDPModule) else ():
-        if parameter.grad is not None and not isinstance(parameter, DTensor):
-            parameter.grad = all_reduce_sum(parameter.grad) / world_size()
 
 
 def copied_buffers(model: nn.Module) -> list[tuple[Tensor, Tensor]]:

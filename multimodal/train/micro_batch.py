@@ -10,9 +10,9 @@ from accelerate import Accelerator
 from torch import nn
 
 from multimodal.config import Train
-from multimodal.distributed import all_reduce_max, world_size
+from multimodal.distributed import all_reduce_max, unsynced, world_size
 from multimodal.train.checkpoint import Checkpoint
-from multimodal.train.gradient import copied_buffers, restore_buffers, unsynced
+from multimodal.train.gradient import copied_buffers, restore_buffers
 from multimodal.weights.pretrained import Pretrained
 
 log = logging.getLogger(__name__)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field, replace
-from typing import cast
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from multimodal.data.batch import Batch
-from multimodal.distributed import all_reduce_sum, gather_objects, rank, world_size
+from multimodal.distributed import all_reduce_sum, gather_objects, gradient_norm, rank, world_size
 from multimodal.losses.pairs import PairLoss
 from multimodal.models.two_tower import Features
 from multimodal.train.gradient import LocalLoss, add_gradient, copied_buffers, restore_buffers
@@ -89,16 +87,6 @@ def train_step(
         result = replace(result, suspects=_suspects(batch, local.features))
     optimizer.zero_grad(set_to_none=True)
     return result
-
-
-def gradient_norm(model: nn.Module) -> Tensor:
-    """Norm over all parameters, also over those that are sharded; the same on all ranks."""
-    found = [p.grad for p in model.parameters() if p.grad is not None]
-    sharded = [g for g in found if isinstance(g, DTensor)]
-    norms = [nn.utils.get_total_norm([g for g in found if not isinstance(g, DTensor)])]
-    if sharded:
-        norms.append(cast(DTensor, nn.utils.get_total_norm(sharded)).full_tensor())
-    return nn.utils.get_total_norm(norms)
 
 
 def rehearse(
