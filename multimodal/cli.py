@@ -264,6 +264,64 @@ def pack(
     )
 
 
+@app.command(
+    epilog=_verbatim(
+        "Examples:\n  multimodal check photos/ --html check.html\n"
+        "  multimodal check configs/recipes/quickstart.yaml optim.lr=1e-3\n\n"
+        "Exit code 1 when a config would fail."
+    ),
+)
+def check(
+    subject: Annotated[
+        list[str], typer.Argument(help="A data source, or YAML files and key=value of a run.")
+    ],
+    samples: Annotated[int, typer.Option(help="Samples looked at, evenly spread.", min=1)] = 10_000,
+    html: Annotated[Path | None, typer.Option(help="Page with pictures to write.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Look at data, or try a run before it starts: what is wrong, and what will limit it."""
+    run, source, tokenizer = None, None, None
+    if len(subject) == 1 and not (is_override(subject[0]) or _is_yaml(subject[0])):
+        from multimodal.data.build import source_from_path
+
+        source = source_from_path(subject[0])
+    else:
+        config = load_config(subject, Config)
+        from multimodal.train.check import check_run
+
+        run = check_run(config)
+        source = run.source
+        tokenizer = run.pretrained.tokenizer if run.pretrained is not None else None
+    from multimodal.data import check_page
+    from multimodal.data.check import check_data
+
+    data = None
+    if source is not None:
+        with _progress("look", min(samples, len(source))) as advance:
+            data = check_data(
+                source,
+                tokenizer=tokenizer,
+                most=samples,
+                threads=os.cpu_count() or 1,
+                progress=advance,
+            )
+    if html is not None and data is not None:
+        html.write_text(check_page.html_page(data), encoding="utf-8")
+    if as_json:
+        found = {"data": None if data is None else data.as_dict()}
+        if run is not None:
+            found |= {"problems": run.problems, "run": run.facts}
+        typer.echo(json.dumps(found, indent=2))
+    else:
+        check_page.print_report(data, run.facts if run else {}, run.problems if run else [])
+    if run is not None and run.problems:
+        sys.exit(1)
+
+
+def _is_yaml(argument: str) -> bool:
+    return Path(argument).suffix in (".yaml", ".yml")
+
+
 @contextmanager
 def _progress(name: str, total: int | None) -> Iterator[Callable[[int], None]]:
     """A bar on a terminal; yields what moves it by a number of samples."""

@@ -108,6 +108,10 @@ class Tokenizer:
         lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
         return TokenBatch(tokens, lengths)
 
+    def count(self, texts: Iterable[str]) -> list[int]:
+        """Tokens of each text with its start and end, before it is cut."""
+        return [len(self._whole(ids)) for ids in self._encode_plain(texts)]
+
     def _encode_plain(self, texts: Iterable[str]) -> list[list[int]]:
         if isinstance(texts, str):
             raise TypeError(f"encode takes a list of texts, not one text: write [{texts[:40]!r}]")
@@ -120,10 +124,15 @@ class Tokenizer:
         return [encoding.ids for encoding in encodings]
 
     def _row(self, ids: list[int]) -> list[int]:
+        whole = self._whole(ids)
+        if len(whole) > self.context_length:
+            return [*whole[: self.context_length - 1], self.eos_id]
+        return whole
+
+    def _whole(self, ids: list[int]) -> list[int]:
         if not self._spelled.keys().isdisjoint(ids):
             ids = [part for token in ids for part in self._spelled.get(token, (token,))]
-        room = self.context_length - len(self._start) - 1
-        return [*self._start, *ids[:room], self.eos_id]
+        return [*self._start, *ids, self.eos_id]
 
     def _width(self, rows: list[list[int]]) -> int:
         if self.fixed_length:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,9 @@ import torch
 from accelerate import Accelerator
 from matplotlib.figure import FigureBase
 
-from multimodal.config import Config, Retrieval, Train, parse_duration
-from multimodal.data.batch import Batch
+from multimodal.config import Config, Retrieval, parse_duration
 from multimodal.data.build import open_source
-from multimodal.data.images import ImageTransform
-from multimodal.data.loader import step_positions, train_loader
+from multimodal.data.loader import step_positions
 from multimodal.data.source import Source
 from multimodal.distributed import (
     broadcast_object,
@@ -32,7 +30,6 @@ from multimodal.errors import RunStopped
 from multimodal.evaluate.report import draw_predictions, first_captions, print_results
 from multimodal.evaluate.run import evaluate
 from multimodal.losses.build import build_loss
-from multimodal.models.two_tower import TwoTower
 from multimodal.train.checkpoint import Checkpoint, Checkpoints, load_optimizer
 from multimodal.train.curves import write_report
 from multimodal.train.machine import make_accelerator
@@ -49,7 +46,13 @@ from multimodal.train.run_folder import (
     write_results,
 )
 from multimodal.train.schedule import Schedule, plan
-from multimodal.train.start import check_fingerprint, open_data, starting_model
+from multimodal.train.start import (
+    check_fingerprint,
+    open_data,
+    prepare,
+    starting_model,
+    training_batches,
+)
 from multimodal.train.step import StepResult, rehearse, train_step
 from multimodal.weights.pretrained import Pretrained
 
@@ -116,7 +119,7 @@ def _run(
     broken = _Broken(**found.state.get("nonfinite", {})) if found else _Broken()
     pretrained = starting_model(config, source, found, accelerator.device)
     on_main(lambda: write_config(Path(config.run), config))
-    _prepare(pretrained.model, config.train)
+    prepare(pretrained.model, config.train)
     _announce(accelerator, source, schedule, pretrained, found)
     optimizer = build_optimizer(pretrained.model, config.optim)
     if found:
@@ -127,7 +130,9 @@ def _run(
     micro_batch_size = choose_micro_batch_size(
         config.train, model, pretrained, accelerator=accelerator, found=found
     )
-    batches = iter(_loader(config, source, pretrained, start, schedule.total_steps))
+    batches = iter(
+        training_batches(config, source, pretrained, start=start, end=schedule.total_steps)
+    )
     meter, clock = Meter(), _Clock(config)
 
     with Report(config, accelerator, start_step=start, total_steps=schedule.total_steps) as report:
@@ -183,14 +188,6 @@ def _run(
         _finish(config, pretrained, found)
 
 
-def _prepare(model: TwoTower, train: Train) -> None:
-    """What the settings of training change about a model."""
-    model.checkpoint_activations(train.checkpoint_activations)
-    model.freeze(train.freeze)
-    if train.compile:
-        model.compile()
-
-
 def _announce(
     accelerator: Accelerator,
     source: Source,
@@ -220,24 +217,6 @@ def _announce(
         log.info("resuming after step %d from %s", found.step, found.path)
         if found.step > schedule.total_steps:
             log.warning("train.duration is shorter than the run already is; it ends here")
-
-
-def _loader(
-    config: Config, source: Source, pretrained: Pretrained, start: int, end: int
-) -> Iterable[Batch]:
-    model = config.model
-    return train_loader(
-        source,
-        data=config.data,
-        transform=ImageTransform(model.image.image_size, model.preprocess, config.data.augment),
-        tokenizer=pretrained.tokenizer,
-        batch_size=config.train.batch_size,
-        start_step=start,
-        end_step=end,
-        rank=rank(),
-        world_size=world_size(),
-        seed=config.seed,
-    )
 
 
 def _row(schedule: Schedule, step: int, result: StepResult, hashed: str) -> Row:

@@ -9,17 +9,21 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from multimodal import config
 from multimodal.config import Config
+from multimodal.data.batch import Batch
 from multimodal.data.build import open_source
 from multimodal.data.images import ImageTransform
+from multimodal.data.loader import train_loader
 from multimodal.data.source import BadSample, Source
 from multimodal.data.text import Tokenizer, build_tokenizer
-from multimodal.distributed import gather_objects, main_first, on_main, world_size
+from multimodal.distributed import gather_objects, main_first, on_main, rank, world_size
 from multimodal.evaluate.zero_shot import check_labels
 from multimodal.losses.sigmoid import initial_bias
 from multimodal.models.build import build_model
+from multimodal.models.two_tower import TwoTower
 from multimodal.train.checkpoint import Checkpoint
 from multimodal.weights.load import load
 from multimodal.weights.pretrained import Pretrained
@@ -37,11 +41,16 @@ def open_data(config: Config) -> Source:
         ValueError: on all ranks, when a source cannot be opened.
     """
     source = main_first(lambda: open_source(config.data.train))
-    on_main(lambda: _open_evaluations(config))
+    on_main(lambda: check_evaluations(config))
     return source
 
 
-def _open_evaluations(whole: Config) -> None:
+def check_evaluations(whole: Config) -> None:
+    """Open the data of all evaluations.
+
+    Raises:
+        ValueError: naming the evaluation, when its data or labels do not fit.
+    """
     for name, section in whole.evaluate.items():
         for data in (section.data, *getattr(section, "more_captions", ())):
             try:
@@ -95,6 +104,34 @@ def starting_model(
         transform=ImageTransform(section.image.image_size, section.preprocess),
         tokenizer=tokenizer,
         config=section,
+    )
+
+
+def prepare(model: TwoTower, train: config.Train) -> None:
+    """What the settings of training change about a model."""
+    model.checkpoint_activations(train.checkpoint_activations)
+    model.freeze(train.freeze)
+    if train.compile:
+        # Else compiled dropout would draw other numbers than plain dropout.
+        model.compile(options={"fallback_random": True})
+
+
+def training_batches(
+    config: Config, source: Source, pretrained: Pretrained, *, start: int, end: int
+) -> DataLoader[Batch]:
+    """Loader of this rank's batches of the steps in [start, end)."""
+    model = config.model
+    return train_loader(
+        source,
+        data=config.data,
+        transform=ImageTransform(model.image.image_size, model.preprocess, config.data.augment),
+        tokenizer=pretrained.tokenizer,
+        batch_size=config.train.batch_size,
+        start_step=start,
+        end_step=end,
+        rank=rank(),
+        world_size=world_size(),
+        seed=config.seed,
     )
 
 

@@ -51,19 +51,6 @@ def test_the_second_pass_embeds_what_the_first_one_did(mode, precision):
     assert all(g.dtype == torch.float32 and g.isfinite().all() for g in found.values())
 
 
-@pytest.mark.slow
-def test_the_second_pass_draws_what_the_first_one_did_when_compiled():
-    model = tiny_model(*DROPOUT, "model.image.depth=1", "model.text.depth=1")
-    model.compile()
-    model.register_forward_hook(lambda module, args, out: seen.append((out.image, out.text)))
-    seen = []
-    gradient(model, 4)
-    (first, again), last = (seen[0], seen[2]), seen[1]
-    assert not first[0].requires_grad and again[0].requires_grad
-    assert all(a.equal(b) for a, b in zip(first, again, strict=True))
-    assert not first[0].equal(last[0])
-
-
 @pytest.mark.parametrize("mode", MODES[1:])
 def test_checkpointing_changes_no_bit_of_the_gradient(mode):
     plain, other = tiny_model(*DROPOUT), tiny_model(*DROPOUT)
