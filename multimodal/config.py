@@ -572,6 +572,20 @@ class Config(Section):
     """What is reported."""
 
     @model_validator(mode="after")
+    def _frozen_towers_are_trained(self):
+        for side in ("image", "text"):
+            tower = getattr(self.model, side)
+            trained = getattr(tower, "pretrained", False)
+            projected = getattr(self.model, f"{side}_projection") != "none"
+            if side in self.train.freeze and (projected or not trained):
+                raise ValueError(
+                    f"train.freeze={self.train.freeze} would keep random weights: a frozen {side} "
+                    f"side needs model.{side}.pretrained=true (kind timm or hf) and "
+                    f"model.{side}_projection=none"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _sigmoid_has_a_bias(self):
         if self.loss.kind == "sigmoid" and self.model.logit_bias is None:
             raise ValueError(

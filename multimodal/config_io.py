@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
@@ -153,19 +153,33 @@ def check(tree: Tree, schema: type[Schema]) -> Schema:
     Raises:
         ConfigError: lists every mistake, one a line.
     """
+    tree = _with_default_kinds(tree, schema)
     try:
         return schema.model_validate(tree)
     except ValidationError as error:
-        names = [name for name, *_ in fields(schema)]
-        lines = [_describe_mistake(e, tree, names) for e in error.errors()]
+        types = {setting.name: setting.type for setting in fields(schema)}
+        lines = list(dict.fromkeys(_describe_mistake(e, tree, types) for e in error.errors()))
         count = f"{len(lines)} mistake{'s' if len(lines) > 1 else ''} in the configuration"
         raise ConfigError("\n  ".join([f"{count}:", *lines])) from None
 
 
+def _with_default_kinds(tree: Tree, schema: type[BaseModel]) -> Tree:
+    """A section with variants is of its default's kind unless it says otherwise."""
+    kinds = {name: getattr(f.default, "kind", None) for name, f in schema.model_fields.items()}
+    return {
+        name: {"kind": kinds[name], **value}
+        if isinstance(value, dict) and value and kinds.get(name)
+        else value
+        for name, value in tree.items()
+    }
+
+
 def _dotted(location: Sequence[int | str], tree: Any) -> str:
-    """Join a pydantic location without the tags of tagged unions, which are no keys."""
+    """Join a pydantic location without the tags and types of unions, which are no keys."""
     names: list[str] = []
     for part in location:
+        if not isinstance(tree, dict | list):
+            break
         if isinstance(tree, dict) and part not in tree and part == tree.get("kind"):
             continue
         names.append(str(part))
@@ -176,11 +190,13 @@ def _dotted(location: Sequence[int | str], tree: Any) -> str:
     return ".".join(names)
 
 
-def _describe_mistake(error: ErrorDetails, tree: Tree, names: Sequence[str]) -> str:
+def _describe_mistake(error: ErrorDetails, tree: Tree, types: Mapping[str, str]) -> str:
     path = _dotted(error["loc"], tree)
     kind, context = error["type"], error.get("ctx", {})
     if kind == "extra_forbidden":
-        return f"{path}: unknown setting{_suggest(path, names)}"
+        if path in types:
+            return f"{path}: not a setting of this {path.rpartition('.')[0]}.kind"
+        return f"{path}: unknown setting{_suggest(path, list(types))}"
     if kind == "missing":
         return f"{path}: missing"
     if kind == "union_tag_not_found":
@@ -191,6 +207,10 @@ def _describe_mistake(error: ErrorDetails, tree: Tree, names: Sequence[str]) -> 
     message = message[:1].lower() + message[1:]
     if isinstance(error["input"], dict):
         return f"{path}: {message}" if path else message
+    if kind == "list_type":
+        return f"{path} = {error['input']!r}: give a list, such as [{error['input']}]"
+    if " | " in types.get(path, ""):
+        return f"{path} = {error['input']!r}: allowed are {types[path]}"
     return f"{path} = {error['input']!r}: {message}"
 
 
@@ -247,7 +267,7 @@ def fields(schema: type[BaseModel], prefix: str = "", variant: str = "") -> Iter
 def _type_name(annotation: Any) -> str:
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return _type_name(arguments[0])
+        return _type_name(arguments[0]) + _limits(annotation.__metadata__).replace(",", "")
     if origin in (Union, UnionType):
         return " | ".join(_type_name(a) for a in arguments)
     if origin is Literal:

@@ -83,6 +83,13 @@ def test_all_mistakes_are_listed_at_once_with_the_nearest_name(base):
         ("train.duration=5 min", "minutes are allowed only in `every`"),
         ("checkpoint.every=0 steps", "must be above 0"),
         ("loss.kind=sigmoid", "loss.kind=sigmoid needs model.logit_bias"),
+        ("loss.duplicates=maybe", "loss.duplicates = 'maybe': allowed are negative"),
+        ("train.micro_batch_size=0", "1 mistake in"),
+        ("train.micro_batch_size=0", "micro_batch_size = 0: allowed are int > 0 | auto | null"),
+        ("model.logit_bias=auot", "model.logit_bias = 'auot': allowed are float"),
+        ("train.freeze=image", "train.freeze = 'image': give a list, such as [image]"),
+        ("train.freeze=[image]", "train.freeze=['image'] would keep random weights"),
+        ("train.freeze=[image, text]", "leaves no tower to train"),
         ("data.templates=[a photo]", "must contain {} once"),
         ("optim.betas=[0.9, 1.5]", "optim.betas.1 = 1.5: input should be less than 1"),
         ("optim.lr=1e400", "finite number"),
@@ -94,6 +101,17 @@ def test_all_mistakes_are_listed_at_once_with_the_nearest_name(base):
 )
 def test_a_mistake_says_where_what_and_what_is_allowed(base, override, message):
     assert message in mistakes(base, override)
+
+
+def test_a_setting_of_another_kind_is_said_to_be_one(base):
+    text = mistakes(base, "loss.kind=sigmoid", "loss.label_smoothing=0.1", "model.logit_bias=auto")
+    assert "loss.label_smoothing: not a setting of this loss.kind" in text
+
+
+def test_a_section_without_a_kind_is_of_the_default_kind():
+    tree = {name: section for name, section in TREE.items() if name != "loss"}
+    config = check(merge(tree, parse_override("loss.duplicates=ignore")), Config)
+    assert (config.loss.kind, config.loss.duplicates) == ("contrastive", "ignore")
 
 
 def test_a_changed_kind_replaces_the_section_whole():

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from multimodal.distributed import all_reduce_max
 from multimodal.losses.duplicates import Duplicates
 from multimodal.losses.pairs import Found, PairLoss, Pairs
-from multimodal.losses.tiles import hardest_negatives, logit_tiles
+from multimodal.losses.tiles import Tile, hardest_negatives, logit_tiles
 
 
 class SigmoidLoss(PairLoss):
@@ -32,19 +32,12 @@ class SigmoidLoss(PairLoss):
     """
 
     def find(self, pairs: Pairs) -> Found:
-        image, text, texts, own, scale, bias, duplicates = pairs
+        image, _, texts, own, scale, bias, duplicates = pairs
         bias = torch.zeros_like(scale) if bias is None else bias
         wanted = torch.is_grad_enabled() and any(
             x.requires_grad for x in (image, texts, scale, bias)
         )
-        found = Found(*_Sigmoid.apply(image, texts, scale, bias, own.start, duplicates, wanted))
-        if duplicates is None or duplicates.ignored:
-            return found
-        # -log sigmoid(l) is -log sigmoid(-l) less l: a sum over the duplicates' logits.
-        similarity = (image * (duplicates.sum(texts) - text)).sum()
-        others = (duplicates.count[own] - 1).sum()
-        shared = (scale * similarity + bias * others) / len(image)
-        return found._replace(value=found.value - shared)
+        return Found(*_Sigmoid.apply(image, texts, scale, bias, own.start, duplicates, wanted))
 
 
 def initial_bias(batch_size: int) -> float:
@@ -59,7 +52,7 @@ def initial_bias(batch_size: int) -> float:
 
 
 class _Sigmoid(torch.autograd.Function):
-    """The loss with all pairs but the own ones as negatives, and the two top-1 shares."""
+    """The loss and the two top-1 shares."""
 
     @staticmethod
     def forward(
@@ -82,14 +75,17 @@ class _Sigmoid(torch.autograd.Function):
             own[rows] = tile.own
             hardest[rows], columns = hardest_negatives(tile, duplicates)
             columns_hardest = torch.maximum(columns_hardest, columns)
-            # With l for negatives and -l for own pairs, every term is softplus and its slope
+            # With l for negatives and -l for positives, every term is softplus and its slope
             # sigmoid. Ignored pairs are at -inf, where both are 0. From 40 on softplus(l) = l
             # even in float64.
-            tile.own.neg_()
+            positive = None
+            if duplicates is not None and not duplicates.ignored:
+                positive = duplicates.mask(rows)
+            _negate(tile, positive)
             loss += F.softplus(logits, threshold=40).sum()
             if toward_text is not None and toward_image is not None:
                 logits.sigmoid_()
-                tile.own.neg_()
+                _negate(tile, positive)
                 grad_bias += logits.sum()
                 torch.mm(logits, texts, out=toward_text[rows])
                 toward_image.addmm_(logits.T, image[rows])
@@ -109,3 +105,11 @@ class _Sigmoid(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         return *(grad * x for x in ctx.saved_tensors), None, None, None
+
+
+def _negate(tile: Tile, positive: Tensor | None) -> None:
+    """Turn the sign of the positive pairs: of the own ones, where there are no others."""
+    if positive is None:
+        tile.own.neg_()
+    else:
+        tile.logits.copy_(torch.where(positive, -tile.logits, tile.logits))

@@ -86,6 +86,7 @@ class TwoTower(nn.Module):
             raise ValueError("model.logit_bias=auto is for training; give a number or null")
         self.temperature = Temperature(section.logit_scale, section.logit_bias)
         self.embed_dim = section.embed_dim
+        self._frozen: tuple[Part, ...] = ()
         self._mean = tuple(section.preprocess.mean)
         self._std = tuple(section.preprocess.std)
 
@@ -94,18 +95,30 @@ class TwoTower(nn.Module):
         return any(p.requires_grad for p in self._parameters_of(part))
 
     def freeze(self, parts: Iterable[Part]) -> None:
-        """Let parts keep their weights."""
-        for part in parts:
+        """Let parts keep their weights and statistics, without dropout, in training too."""
+        self._frozen = tuple(parts)
+        for part in self._frozen:
             for parameter in self._parameters_of(part):
                 parameter.requires_grad_(False)
+        self.train(self.training)
+
+    def train(self, mode: bool = True) -> "TwoTower":
+        super().train(mode)
+        for module in chain.from_iterable(map(self._modules_of, self._frozen)):
+            module.eval()
+        return self
+
+    def _modules_of(self, part: Part) -> Sequence[nn.Module]:
+        match part:
+            case "image":
+                return self.image, self.image_projection
+            case "text":
+                return self.text, self.text_projection
+            case "temperature":
+                return (self.temperature,)
 
     def _parameters_of(self, part: Part) -> Iterator[nn.Parameter]:
-        modules = {
-            "image": (self.image, self.image_projection),
-            "text": (self.text, self.text_projection),
-            "temperature": (self.temperature,),
-        }
-        return chain.from_iterable(module.parameters() for module in modules[part])
+        return chain.from_iterable(module.parameters() for module in self._modules_of(part))
 
     def checkpoint_activations(self, mode: Checkpointing) -> None:
         """Choose what the backward pass computes again instead of storing it."""

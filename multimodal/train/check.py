@@ -163,7 +163,7 @@ def _compute_rate(
     optimizer, loss = build_optimizer(pretrained.model, config.optim), build_loss(config.loss)
     micro = config.train.micro_batch_size
     size = min(len(batch.keys), _LARGEST)
-    part = batch.part(slice(0, size)).to(accelerator.device)
+    part = batch.part(slice(0, size))
 
     def step(number: int) -> float:
         started = time.perf_counter()

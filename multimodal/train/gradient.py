@@ -59,7 +59,7 @@ def add_gradient(
 
     Args:
         model: a TwoTower as Accelerate prepared it.
-        batch: this rank's rows.
+        batch: this rank's rows, which may be elsewhere than on the device.
         micro_batch_size: rows embedded at once; None is all.
         seed_of: seed of a micro-batch's random numbers, by its number. Both passes start from it,
             so the second one draws what the first one drew.
@@ -72,7 +72,7 @@ def add_gradient(
 
     def embed(number: int, *, images: bool = image, texts: bool = text) -> Features:
         torch.manual_seed(seed_of(number))
-        part = batch.part(cuts[number])
+        part = batch.part(cuts[number]).to(accelerator.device)
         return model(
             images=part.images if images else None,
             tokens=part.tokens if texts else None,
@@ -141,7 +141,8 @@ def _loss_gradient(
 ) -> tuple[Tensor, Features, dict[str, Tensor]]:
     """The loss, the features without a graph, and the gradient of those that learn, by name."""
     leaves = Features(*(_leaf(x) for x in features))
-    value = loss(*leaves, **batch.identities())
+    ids = {name: x.to(leaves.logit_scale.device) for name, x in batch.identities().items()}
+    value = loss(*leaves, **ids)
     learning = {n: x for n, x in leaves._asdict().items() if x is not None and x.requires_grad}
     found = torch.autograd.grad(value, list(learning.values()), materialize_grads=True)
     plain = Features(*(_leaf(x, learns=False) for x in features))
@@ -159,7 +160,7 @@ def _share(
     if frozen is not None:
         sides = {n: x[rows] for n in ("image", "text") if (x := getattr(frozen, n)) is not None}
         part = part._replace(**sides)
-    own = batch.part(rows)
+    own = batch.part(rows).to(part.logit_scale.device)
     return per_pair(part, own) * (len(own.keys) / len(batch.keys))
 
 

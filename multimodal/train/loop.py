@@ -58,6 +58,10 @@ from multimodal.weights.pretrained import Pretrained
 
 log = logging.getLogger(__name__)
 
+_SUSPECT = (
+    "; that checkpoint's weights are those that gave these steps: if they are to blame, remove it, "
+    "and the run goes on from the one before"
+)
 _FAIR_SAMPLE = 10_000
 """Samples (or one epoch, if that is less) over which unreadable ones are judged at least."""
 
@@ -133,14 +137,14 @@ def _run(
     batches = iter(
         training_batches(config, source, pretrained, start=start, end=schedule.total_steps)
     )
-    meter, clock = Meter(), _Clock(config)
+    meter, clock, due = Meter(), _Clock(config), False
 
     with Report(config, accelerator, start_step=start, total_steps=schedule.total_steps) as report:
         if found is not None:
             _evaluate_due(config, schedule, pretrained, report, start)
         for step in range(start + 1, schedule.total_steps + 1):
             meter.start()
-            batch = next(batches).to(accelerator.device)
+            batch = next(batches)
             meter.arrived()
             result = train_step(
                 model,
@@ -175,7 +179,10 @@ def _run(
                 report.metrics(row | result.metrics | meter.figures() | counts)
                 meter.restart()
 
-            if schedule.is_time(config.checkpoint.every, step, minutes=minutes):
+            due |= schedule.is_time(config.checkpoint.every, step, minutes=minutes)
+            # Amid broken steps the weights may be what breaks them; keep the older checkpoints.
+            if due and (result.finite or step == schedule.total_steps):
+                due = False
                 report.flush()
                 state = _state(config, source, schedule, step, fingerprint)
                 state |= {"skipped": skipped, "nonfinite": asdict(broken)}
@@ -185,6 +192,8 @@ def _run(
             _evaluate_due(config, schedule, pretrained, report, step, minutes)
 
         assert found is not None, "the last step saves a checkpoint"
+        if broken.in_a_row:
+            log.warning("the last %d step(s) were not finite and left out", broken.in_a_row)
         _finish(config, pretrained, found)
 
 
@@ -314,8 +323,9 @@ def _check_nonfinite(
         f"{broken.in_a_row} steps in a row were not (train.max_nonfinite="
         f"{config.train.max_nonfinite}) and left the weights as they were. "
         f"{samples or 'no embedding is broken'}; {Path(config.run) / 'nonfinite.jsonl'} lists the "
-        f"steps. Last good checkpoint: {found.path if found else 'none yet'}. Look at the samples, "
+        f"steps. Last checkpoint: {found.path if found else 'none yet'}. Look at the samples, "
         "lower optim.lr, or lengthen optim.warmup, then run the same command again"
+        + (_SUSPECT if found is not None and found.step == step - broken.in_a_row else "")
     )
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from multimodal.config import Config
-from multimodal.config_io import dump_yaml, read_yaml
+from multimodal.config_io import check, dump_yaml, read_yaml
 from multimodal.distributed import on_main
 from multimodal.files import file_hash, move_folder, write_atomically
 
@@ -119,7 +119,7 @@ def changed_settings(run: Path, config: Config) -> list[str]:
     path = run / "config.yaml"
     if not path.exists():
         return []
-    old, new = _flat(read_yaml(path)), _flat(config.model_dump())
+    old, new = _flat(_completed(read_yaml(path))), _flat(config.model_dump())
     names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
     lines = {name: f"{name}: {old.get(name)!r} -> {new.get(name)!r}" for name in names}
     refused = [lines[name] for name in names if not _may_change(name)]
@@ -131,6 +131,14 @@ def changed_settings(run: Path, config: Config) -> list[str]:
             f"{', '.join(MAY_CHANGE[1:])}"
         )
     return [lines[name] for name in names if name != "run"]
+
+
+def _completed(tree: dict[str, Any]) -> dict[str, Any]:
+    """With the defaults of settings that did not exist when the run was started."""
+    try:
+        return check(tree, Config).model_dump()
+    except ValueError:  # some setting is no more; it shows in the comparison
+        return tree
 
 
 def _may_change(name: str) -> bool:

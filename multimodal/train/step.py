@@ -58,7 +58,7 @@ def train_step(
 
     Args:
         model: a TwoTower as Accelerate prepared it.
-        batch: this rank's rows, on its device.
+        batch: this rank's rows; a micro-batch of them goes to the device at a time.
         step: finished steps before this one.
         clip_grad_norm: largest norm of the gradient; None leaves it.
         micro_batch_size: rows that the device holds activations of; None is all. It changes what

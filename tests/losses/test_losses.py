@@ -159,6 +159,30 @@ def test_nothing_is_lost_at_scale_100(name, settings, close, dtype, small_tiles)
             assert error < tolerance
 
 
+def test_matching_duplicates_of_the_well_trained_keep_their_digits(small_tiles):
+    """Sums of thousands whose difference is the loss would leave none of them."""
+    generator = torch.Generator().manual_seed(3)
+    centres = nn.functional.normalize(torch.randn(7, 64, generator=generator), dim=-1)
+    label = torch.arange(203) % 7
+    image, text = (
+        nn.functional.normalize(
+            centres[label] + 0.02 * torch.randn(203, 64, generator=generator), dim=-1
+        ).requires_grad_()
+        for _ in range(2)
+    )
+    arguments = [image, text, scalar(100.0), scalar(-60.0)]
+    exact = [x.detach().double().requires_grad_() for x in arguments]
+    value = SigmoidLoss(duplicates="positive")(*arguments, text_ids=label)
+    expected = naive_sigmoid(
+        *exact, image_ids=torch.arange(203), text_ids=label, duplicates="positive"
+    )
+    assert_close(value, expected, 1e-4)
+    value.backward()
+    expected.backward()
+    for x, y in zip(arguments, exact, strict=True):
+        assert (x.grad.double() - y.grad).norm() / y.grad.norm() < 1e-4
+
+
 def test_a_well_trained_pairs_gradient_keeps_its_leading_digits(small_tiles):
     """p - 1 of about -2e-5 must not drown in the rounding of logits near 100, 8e-6 apart."""
     width = 17

@@ -10,12 +10,19 @@ import torch
 from accelerate import Accelerator
 from test_step import PAIRS, own_part, tiny_model, whole_batch
 from tools import RANDOM, on_ranks
+from torch import nn
 
 from multimodal.config import Train
 from multimodal.data.batch import hash64
 from multimodal.losses import ContrastiveLoss, SigmoidLoss
+from multimodal.train import micro_batch
+from multimodal.train.checkpoint import Checkpoint
 from multimodal.train.gradient import add_gradient
-from multimodal.train.micro_batch import check_micro_batch_size, largest_that_fits
+from multimodal.train.micro_batch import (
+    check_micro_batch_size,
+    choose_micro_batch_size,
+    largest_that_fits,
+)
 
 DROPOUT = [override for override in RANDOM if override.startswith("model")]
 MODES = ("none", "selective", "full")
@@ -100,18 +107,29 @@ def frozen_gradient(side, size):
 
 
 def frozen_oracle(side, size, world):
-    """One graph over the whole batch; each side draws its random numbers from the same seed."""
+    """One graph over the whole batch; the frozen side draws nothing."""
     model, batch, rows = tiny_model(*DROPOUT), whole_batch(), PAIRS // world
     images, texts = [], []
     for r in range(world):
         for part, start in enumerate(range(0, rows, size)):
             own = slice(r * rows + start, r * rows + min(start + size, rows))
             torch.manual_seed(11 + part)
+            getattr(model, side).eval()
             images.append(model.encode_image(batch.images[own]))
-            torch.manual_seed(11 + part)
             texts.append(model.encode_text(batch.tokens[own], batch.lengths[own]))
     ContrastiveLoss()(torch.cat(images), torch.cat(texts), *model.temperature()).backward()
     return {n: None if n.startswith(side) else p.grad for n, p in model.named_parameters()}
+
+
+def test_a_frozen_part_keeps_its_statistics_too():
+    model = tiny_model(*DROPOUT)
+    projection = model.image_projection
+    model.image_projection = nn.Sequential(nn.BatchNorm1d(projection.in_features), projection)
+    model.freeze(["image"])
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    gradient(model.train(), 3)
+    assert all(x.equal(before[name]) for name, x in model.state_dict().items())
+    assert model.text.training and not model.learns("image")
 
 
 @pytest.mark.parametrize("side", ["image", "text"])
@@ -201,6 +219,29 @@ def test_auto_halves_until_memory_suffices():
 
     with pytest.raises(torch.OutOfMemoryError):
         largest_that_fits(4, hopeless)
+
+
+def test_a_resumed_run_keeps_the_size_that_auto_chose(tmp_path, monkeypatch):
+    """Another size would draw other numbers for dropout."""
+    tried = []
+    monkeypatch.setattr(micro_batch, "_attempt", lambda *args: tried.append(args[-1]))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share: None)
+
+    def choose(state):
+        found = None if state is None else Checkpoint(tmp_path, state)
+        return choose_micro_batch_size(
+            Train(batch_size=24, micro_batch_size="auto"),
+            nn.Identity(),
+            None,
+            accelerator=Accelerator(cpu=True),
+            found=found,
+        )
+
+    before = {"config": {"train": {"micro_batch_size": "auto"}}, "micro_batch_size": 5}
+    assert choose(before) == 5 and tried == []
+    assert choose(None) == 24 and tried == [24]
+    before["config"]["train"]["micro_batch_size"] = 5
+    assert choose(before) == 24
 
 
 def test_auto_needs_a_device_that_tells_when_memory_is_short():

@@ -30,6 +30,7 @@ def test_several_processes_without_a_gpu_are_one_run_on_the_cpu():
         ({"ACCELERATE_MIXED_PRECISION": "fp16"}, "fp16"),
         ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "2"}, "compares all pairs of a step"),
         ({"ACCELERATE_DYNAMO_BACKEND": "inductor"}, "set train.compile=true"),
+        ({"ACCELERATE_USE_FSDP": "true"}, "ACCELERATE_USE_FSDP is not supported"),
         ({"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}, "3 processes, but Accelerate sees 1"),
     ],
 )

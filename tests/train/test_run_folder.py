@@ -5,6 +5,7 @@ import os
 import socket
 
 import pytest
+import yaml
 from tools import make_shards, tiny_config
 
 from multimodal.config import Config
@@ -73,6 +74,20 @@ def test_the_written_config_is_the_whole_config(tmp_path, shards):
     write_config(tmp_path, config)
     assert load_config([str(tmp_path / "config.yaml")], Config) == config
     assert changed_settings(tmp_path, config) == []
+
+
+def test_a_run_from_before_a_setting_existed_can_go_on(tmp_path, shards):
+    config = tiny_config(tmp_path, shards)
+    write_config(tmp_path, config)
+    path = tmp_path / "config.yaml"
+    tree = yaml.safe_load(path.read_text())
+    del tree["train"]["freeze"], tree["loss"]["duplicates"]
+    path.write_text(yaml.safe_dump(tree))
+    assert changed_settings(tmp_path, config) == []
+    tree["train"]["gone"] = 3
+    path.write_text(yaml.safe_dump(tree))
+    with pytest.raises(ValueError, match=r"train.gone: 3 -> None"):
+        changed_settings(tmp_path, config)
 
 
 def test_harmless_changes_are_listed(tmp_path, shards):

@@ -1,5 +1,6 @@
 """A step: exact over ranks, repeatable, and safe against numbers that are not finite."""
 
+import itertools
 import math
 
 import pytest
@@ -183,6 +184,45 @@ def test_a_nan_pixel_on_one_rank_changes_nothing_on_any(size):
         assert same
         assert not result.finite and math.isnan(result.loss)
         assert result.suspects == ("k6",)
+
+
+def embeddings_of_equal_rows():
+    """Of a step with dropout whose rows are all the same; one row for each micro-batch."""
+    batch = own_part(whole_batch())
+    batch.images[:], batch.tokens[:] = 0.5, 7
+    model, seen = tiny_model("model.image.dropout=0.3"), []
+    model.register_forward_hook(lambda module, args, out: seen.append(out.image))
+    train_step(
+        model,
+        ContrastiveLoss(),
+        build_optimizer(model, Optim()),
+        batch,
+        accelerator=Accelerator(cpu=True),
+        step=4,
+        seed=3,
+        lr=1e-3,
+        clip_grad_norm=None,
+        micro_batch_size=2,
+    )
+    return [image[0].detach() for image in seen[: len(batch.keys) // 2]]
+
+
+def test_dropout_differs_between_micro_batches_and_between_ranks():
+    images = [image for found in on_ranks(2, embeddings_of_equal_rows) for image in found]
+    assert len(images) == 4
+    assert all(not a.equal(b) for a, b in itertools.combinations(images, 2))
+
+
+class NanValue(ContrastiveLoss):
+    """Its gradient is sound."""
+
+    def forward(self, *features, **ids):
+        return super().forward(*features, **ids) + math.nan
+
+
+def test_a_loss_that_is_no_number_is_noticed_without_its_gradient():
+    result, same = untouched(loss=NanValue())
+    assert same and not result.finite and math.isfinite(result.grad_norm)
 
 
 class InfiniteGradient(ContrastiveLoss):
