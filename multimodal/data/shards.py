@@ -13,7 +13,7 @@ import logging
 import os
 import time
 from bisect import bisect_right
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from pathlib import Path
@@ -31,6 +31,8 @@ from multimodal.data.tar_index import (
     load_index,
     summarize,
 )
+from multimodal.data.tar_scan import Finding, Findings
+from multimodal.distributed import barrier, rank, world_size
 
 log = logging.getLogger(__name__)
 
@@ -80,8 +82,25 @@ def _expand(pattern: str) -> list[Path]:
     return [Path(name) for name in dict.fromkeys(found)]
 
 
+def index_together(path: str) -> None:
+    """Index the shards that a path stands for, each rank a part of them. Call it on all ranks.
+
+    A `ShardSource` then finds the indices on the disk. What is wrong with a shard or with the path
+    is left for the source to say; where no index can be kept, it makes them by itself.
+    """
+    try:
+        shards = find_shards(path)
+    except ValueError:
+        shards = []
+    _summarize_all(f"shards {path}", shards[rank() :: world_size()])
+    barrier()
+
+
 class ShardSource:
     """Samples of tar shards, in the order of the shards and of the pictures in them.
+
+    `problems` counts what was left out, `notes` what is unusual and was kept; `examples` has the
+    first names of both, as `SHARD: NAME`.
 
     Args:
         path: As for `find_shards`.
@@ -92,20 +111,22 @@ class ShardSource:
 
     def __init__(self, path: str):
         self.description = f"shards {path}"
-        named = find_shards(path)
-        found = [shard for shard in named if shard.exists()]
-        summaries = _summarize_all(self.description, found)
-        problems: Counter[str] = Counter()
-        for summary in summaries:
-            problems.update(summary.problems)
-        if len(found) < len(named):
-            problems["missing shard"] = len(named) - len(found)
-        self._shards = [shard.absolute() for shard in found]
+        self._shards = [shard.absolute() for shard in find_shards(path)]
+        summaries = _summarize_all(self.description, self._shards)
         self._counts = [summary.samples for summary in summaries]
         self._sizes = [summary.size for summary in summaries]
         self._ends = list(accumulate(self._counts))
-        self.problems = dict(problems)
-        report_problems(self.description, problems)
+        problems = _merged(self._shards, [summary.problems for summary in summaries])
+        notes = _merged(self._shards, [summary.notes for summary in summaries])
+        self.problems, self.notes = problems.counts(), notes.counts()
+        self.examples = {reason: finding.names for reason, finding in (problems | notes).items()}
+        _report(self.description, problems, notes)
+        if unstored := sum(not summary.stored for summary in summaries):
+            log.warning(
+                "%s: no place to keep the index of %d shards, neither beside them nor in the cache "
+                "folder; it is made anew each time",
+                *(self.description, unstored),
+            )
         if not len(self):
             raise ValueError(
                 f"{path!r} has no usable sample in {len(self._shards)} shards: "
@@ -143,6 +164,23 @@ class ShardSource:
     def place(self, index: int) -> str:
         return self._shards[self._locate(index)[0]].name
 
+    def repeated_keys(self) -> Finding:
+        """Keys that stand in several shards; each is a sample of its own, with its own texts.
+
+        Every index is read for this, and every key kept in memory.
+        """
+        first: dict[str, int] = {}
+        found = Findings()
+        for number, shard in enumerate(self._shards):
+            if not self._counts[number]:
+                continue
+            index = load_index(shard)
+            for key in map(index.key, range(len(index))):
+                before = first.setdefault(key, number)
+                if before != number:
+                    found.add("key", [f"{self._shards[before].name}, {shard.name}: {key}"])
+        return found.get("key", Finding(0, ()))
+
     def fingerprint(self) -> str:
         shards = zip(self._shards, self._sizes, self._counts, strict=True)
         lines = [f"{shard.name}\t{size}\t{count}\n" for shard, size, count in shards]
@@ -179,6 +217,28 @@ def _summarize_all(description: str, shards: list[Path]) -> list[Summary]:
                 last = time.monotonic()
                 log.info("%s: indexed %d of %d shards", description, len(summaries), len(shards))
     return summaries
+
+
+def _merged(shards: list[Path], parts: list[Findings]) -> Findings:
+    whole = Findings()
+    for shard, part in zip(shards, parts, strict=True):
+        for reason, finding in part.items():
+            names = [f"{shard.name}: {name}" for name in finding.names] or [shard.name]
+            whole.add(reason, names, finding.count)
+    return whole
+
+
+def _report(description: str, problems: Findings, notes: Findings) -> None:
+    report_problems(description, problems.counts())
+    for reason, finding in problems.items():
+        log.warning("  %s: %s", reason, _listed(finding))
+    for note, finding in notes.items():
+        log.info("%s: %d samples with %s: %s", description, finding.count, note, _listed(finding))
+
+
+def _listed(finding: Finding) -> str:
+    more = finding.count - len(finding.names)
+    return ", ".join(finding.names) + (f" and {more} more" if more else "")
 
 
 _OTHERS = "jpeg, png, webp, gif, bmp, tif, tiff in any case"

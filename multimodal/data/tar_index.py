@@ -1,7 +1,9 @@
 """Which samples a tar shard holds and where their parts lie; kept in a file beside the shard.
 
-Samples whose parts are not all there, or are there twice, are left out and counted, so a cut or
-damaged shard can lose samples but never pairs a picture with another sample's text.
+Samples whose parts are not all there, or are there twice, are left out and counted, and so is the
+last one before a cut. A cut or damaged shard can thus lose samples, but never pairs a picture with
+another sample's text. Samples whose parts do not stand side by side are read like any other, and
+noted.
 """
 
 from __future__ import annotations
@@ -9,12 +11,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import logging
 import os
 import re
 import secrets
 import zipfile
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from multimodal.data.source import IMAGE_EXTENSIONS, NO_CAPTION, split_name
-from multimodal.data.tar_scan import Member, scan_members
+from multimodal.data.tar_scan import Finding, Findings, Member, Scan, scan_members
 
 IMAGE, TEXT, RECORD, LABEL = range(4)
 """Rows of `Index.spans` for one sample."""
@@ -31,8 +31,9 @@ _FIELDS = dict.fromkeys(IMAGE_EXTENSIONS, IMAGE) | {"txt": TEXT, "json": RECORD,
 _UNSAFE = re.compile(r"^[/\\]|^[A-Za-z]:[/\\]|(^|[/\\])\.\.([/\\]|$)")
 """Absolute names, and names that lead out of their folder, of Unix and of Windows."""
 _HIDDEN = re.compile(r"(^|/)\.[^/]*$")
-_VERSION = 1
-log = logging.getLogger(__name__)
+_VERSION = 2
+APART = "parts that do not stand side by side"
+"""Note on samples that webdataset, which joins neighbours only, would break."""
 
 
 @dataclass(frozen=True)
@@ -44,13 +45,15 @@ class Index:
         ends: End of each key in `names`, int64 [samples].
         spans: Offset and size of picture, text, JSON and class, int64 [samples, 4, 2]; size -1
             where a part is missing.
-        problems: What was left out, by reason.
+        problems: What was left out, by reason, with the names of members or samples.
+        notes: What is unusual and was kept.
     """
 
     names: np.ndarray
     ends: np.ndarray
     spans: np.ndarray
-    problems: dict[str, int]
+    problems: Findings
+    notes: Findings
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -65,27 +68,38 @@ class Summary(NamedTuple):
 
     Attributes:
         samples: Number of usable samples.
-        problems: What was left out, by reason.
-        size: Bytes of the shard.
+        problems: As in `Index`.
+        notes: As in `Index`.
+        size: Bytes of the shard; 0 if it cannot be read.
+        stored: Whether its index could be kept.
     """
 
     samples: int
-    problems: dict[str, int]
+    problems: Findings
+    notes: Findings
     size: int
+    stored: bool = True
 
 
 def summarize(shard: Path) -> Summary:
-    """Count a shard's samples, without reading the whole of its stored index.
+    """Count a shard's samples, without reading the whole of its stored index if it has one.
 
-    Raises:
-        OSError: when the shard cannot be read.
+    A shard that is not there or cannot be read has no samples and the problem that says so.
     """
-    state = os.stat(shard)
-    for place in _places(shard):
-        if (about := _read_about(place, state)) is not None:
-            return Summary(about["samples"], about["problems"], state.st_size)
-    index = load_index(shard)
-    return Summary(len(index), index.problems, state.st_size)
+    nothing, problems = Findings(), Findings()
+    try:
+        state = os.stat(shard)
+        for place in _places(shard):
+            if (about := _read_about(place, state)) is not None:
+                return Summary(about["samples"], about["problems"], about["notes"], state.st_size)
+        index, stored = _make_index(shard, state)
+    except FileNotFoundError:
+        problems.add("missing shard", [])
+        return Summary(0, problems, nothing, 0)
+    except OSError as error:
+        problems.add("unreadable shard", [error.strerror or str(error)])
+        return Summary(0, problems, nothing, 0)
+    return Summary(len(index), index.problems, index.notes, state.st_size, stored)
 
 
 def load_index(shard: Path) -> Index:
@@ -101,18 +115,21 @@ def load_index(shard: Path) -> Index:
     for place in _places(shard):
         if (index := _read_stored(place, state)) is not None:
             return index
+    return _make_index(shard, state)[0]
+
+
+def _make_index(shard: Path, state: os.stat_result) -> tuple[Index, bool]:
+    """A new index, and whether it could be stored."""
     index = scan(shard)
-    if not any(_store(place, index, state) for place in _places(shard)):
-        log.warning("%s: no place to keep its index; it is made anew each time", shard)
-    return index
+    return index, any(_store(place, index, state) for place in _places(shard))
 
 
 def scan(shard: Path) -> Index:
     """Build the index of a shard from its headers."""
-    problems: Counter[str] = Counter()
+    problems, notes = Findings(), Findings()
     with open(shard, "rb", buffering=0) as file:
-        members = scan_members(file.fileno(), problems)
-    samples = _group(members, problems)
+        found = scan_members(file.fileno(), problems)
+    samples = _group(found, problems, notes)
     keys = [key.encode() for key in samples]
     spans = np.zeros((len(samples), len(_KINDS), 2), np.int64)
     spans[:, :, 1] = -1
@@ -123,37 +140,52 @@ def scan(shard: Path) -> Index:
         names=np.frombuffer(b"".join(keys), np.uint8),
         ends=np.cumsum([len(key) for key in keys], dtype=np.int64),
         spans=spans,
-        problems=dict(problems),
+        problems=problems,
+        notes=notes,
     )
 
 
-def _group(members: list[Member], problems: Counter[str]) -> dict[str, dict[int, Member]]:
+def _group(scan: Scan, problems: Findings, notes: Findings) -> dict[str, dict[int, Member]]:
     """Join members to samples by key, in the order of their first members.
 
     A key with two parts of one kind is left out: which text belongs to which picture is unknown.
+    So is the key at which the shard is cut, since parts of it may be lost.
     """
+    cut = None if scan.cut is None else split_name(scan.cut.removeprefix("./"))[0]
     samples: dict[str, dict[int, Member]] = {}
     doubled: set[str] = set()
-    for member in members:
+    apart: dict[str, None] = {}
+    last = ""
+    for member in scan.members:
         name = member.name.removeprefix("./")
         key, extension = split_name(name)
         if reason := _refusal(name, extension):
-            problems[reason] += 1
+            problems.add(reason, [name])
             continue
         parts = samples.setdefault(key, {})
+        if parts and key != last:
+            apart[key] = None
+        last = key
         if _FIELDS[extension] in parts:
             doubled.add(key)
         parts[_FIELDS[extension]] = member
     usable = {}
+    if cut:
+        problems.add("cut sample", [cut])
     for key, parts in samples.items():
+        if key == cut:
+            continue
         if key in doubled:
-            problems["duplicate key"] += 1
+            problems.add("duplicate key", [key])
         elif IMAGE not in parts:
-            problems["no image"] += 1
+            problems.add("no image", [key])
         elif len(parts) == 1:
-            problems[NO_CAPTION] += 1
+            problems.add(NO_CAPTION, [key])
         else:
             usable[key] = parts
+    for key in apart:
+        if key in usable:
+            notes.add(APART, [key])
     return usable
 
 
@@ -180,7 +212,10 @@ def _stamp(state: os.stat_result) -> dict[str, int]:
     return {"version": _VERSION, "size": state.st_size, "mtime_ns": state.st_mtime_ns}
 
 
-_UNREADABLE = (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile)
+_UNREADABLE = (
+    *(OSError, EOFError, zipfile.BadZipFile),
+    *(ValueError, KeyError, TypeError, AttributeError),
+)
 
 
 def _read_about(place: Path, state: os.stat_result) -> dict[str, Any] | None:
@@ -188,7 +223,8 @@ def _read_about(place: Path, state: os.stat_result) -> dict[str, Any] | None:
     try:
         with np.load(place, allow_pickle=False) as stored:
             about = json.loads(stored["about"].tobytes())
-        return about if about["stamp"] == _stamp(state) else None
+        found = {name: _findings(about[name]) for name in ("problems", "notes")}
+        return about | found if about["stamp"] == _stamp(state) else None
     except _UNREADABLE:
         return None
 
@@ -199,14 +235,29 @@ def _read_stored(place: Path, state: os.stat_result) -> Index | None:
         return None
     try:
         with np.load(place, allow_pickle=False) as stored:
-            index = Index(stored["names"], stored["ends"], stored["spans"], about["problems"])
+            index = Index(
+                names=stored["names"],
+                ends=stored["ends"],
+                spans=stored["spans"],
+                problems=about["problems"],
+                notes=about["notes"],
+            )
     except _UNREADABLE:
         return None
     return index if index.spans.shape == (about["samples"], len(_KINDS), 2) else None
 
 
+def _findings(stored: dict[str, Any]) -> Findings:
+    return Findings({reason: Finding(n, tuple(names)) for reason, (n, names) in stored.items()})
+
+
 def _store(place: Path, index: Index, state: os.stat_result) -> bool:
-    head = {"stamp": _stamp(state), "samples": len(index), "problems": index.problems}
+    head = {
+        "stamp": _stamp(state),
+        "samples": len(index),
+        "problems": index.problems,
+        "notes": index.notes,
+    }
     about = json.dumps(head).encode()
     temporary = place.with_name(f".{place.name}.{secrets.token_hex(4)}")
     try:

@@ -3,6 +3,9 @@
 The formats are ustar, GNU (long names, base-256 numbers) and pax (`path`, `size`), as in
 https://www.gnu.org/software/tar/manual/html_node/Standard.html. An archive is followed up to the
 first place that is not sound, and it is complete only with its end marker.
+
+What is found to be wrong is counted by reason, with the names of the first few cases, so that a
+shard of a million bad members costs no more than one of ten.
 """
 
 from __future__ import annotations
@@ -10,13 +13,41 @@ from __future__ import annotations
 import os
 import re
 import zlib
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 BLOCK = 512
 _READ = 8 * BLOCK
 _LONGEST_EXTENSION_RECORD = 1 << 20
+_NAMES = 10
+_LONGEST_NAME = 200
+
+
+class Finding(NamedTuple):
+    """How often something was found, and the names of the first few cases."""
+
+    count: int
+    names: tuple[str, ...]
+
+
+class Findings(dict[str, Finding]):
+    """What was found, by reason."""
+
+    def add(self, reason: str, names: Iterable[str], count: int = 1) -> None:
+        """Count `count` more cases, of which `names` are some."""
+        before = self.get(reason, Finding(0, ()))
+        room = _NAMES - len(before.names)
+        kept = before.names
+        if room > 0:
+            kept += tuple(_printable(name) for _, name in zip(range(room), names, strict=False))
+        self[reason] = Finding(before.count + count, kept)
+
+    def counts(self) -> dict[str, int]:
+        return {reason: finding.count for reason, finding in self.items()}
+
+
+def _printable(name: str) -> str:
+    return (name if name.isprintable() else ascii(name))[:_LONGEST_NAME]
 
 
 class Member(NamedTuple):
@@ -27,24 +58,44 @@ class Member(NamedTuple):
     size: int
 
 
-def scan_members(descriptor: int, problems: Counter[str]) -> list[Member]:
-    """Regular members of an open tar up to its end marker or the first damage."""
+class Scan(NamedTuple):
+    """Regular members of a tar, and the name of the member at which it is cut or damaged."""
+
+    members: list[Member]
+    cut: str | None
+
+
+def scan_members(descriptor: int, problems: Findings) -> Scan:
+    """Members of an open tar up to its end marker or the first damage.
+
+    Where the damage leaves the name of its member unknown, `cut` is the member before it, whose
+    sample may have had further parts.
+    """
     members: list[Member] = []
+    last = ""
     try:
         for kind, member in _entries(descriptor):
+            last = member.name
             if kind in b"0\x007":
                 members.append(member)
             elif kind in b"12":
-                problems["link in the shard"] += 1
+                problems.add("link in the shard", [member.name])
             elif kind not in b"5":
-                problems["special file in the shard"] += 1
+                problems.add("special file in the shard", [member.name])
     except _Broken as broken:
-        problems[str(broken)] += 1
-    return members
+        problems.add(broken.reason, [broken.place])
+        return Scan(members, broken.member or last)
+    return Scan(members, None)
 
 
 class _Broken(Exception):
-    """The archive cannot be followed further."""
+    """The archive cannot be followed further than an offset, or than a member."""
+
+    def __init__(self, reason: str, *, offset: int = 0, member: str = ""):
+        super().__init__(reason)
+        self.reason = reason
+        self.member = member
+        self.place = f"in {member}" if member else f"byte {offset}"
 
 
 def _entries(descriptor: int) -> Iterator[tuple[int, Member]]:
@@ -57,7 +108,8 @@ def _entries(descriptor: int) -> Iterator[tuple[int, Member]]:
         size = int(override.get("size", size))
         start = offset + BLOCK
         if start + size > archive.size:
-            raise _Broken("truncated shard")
+            member = "" if kind in b"xgLK" else override.get("path", name)
+            raise _Broken("truncated shard", offset=offset, member=member)
         offset = start + -(-size // BLOCK) * BLOCK
         if kind in b"xL":
             data = os.pread(descriptor, min(size, _LONGEST_EXTENSION_RECORD), start)
@@ -90,7 +142,8 @@ def _header_at(archive: _Blocks, offset: int) -> tuple[int, str, int] | None:
     """Type, name and size from a header block; None at the end marker, a block of zeros."""
     header = archive.at(offset)
     if len(header) < BLOCK:
-        raise _Broken("truncated shard" if archive.size else "empty shard")
+        reason = "truncated shard" if archive.size else "empty shard"
+        raise _Broken(reason, offset=archive.size)
     if header.count(0) == BLOCK:
         return None
     try:
@@ -102,7 +155,7 @@ def _header_at(archive: _Blocks, offset: int) -> tuple[int, str, int] | None:
     # one more than that sum, modulo 65521, and 30 times as fast as `sum`.
     total = zlib.adler32(header[:148] + b" " * 8 + header[156:]) & 0xFFFF
     if (stored + 1 - total) % 65521 or size < 0:
-        raise _Broken("damaged shard" if offset else "not a tar file")
+        raise _Broken("damaged shard" if offset else "not a tar file", offset=offset)
     name = _text(header[:100])
     # GNU tar keeps times, not a prefix, in the bytes where ustar has the prefix.
     if header[257:263] == b"ustar\0" and header[345]:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from pydantic import BaseModel
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -17,6 +18,7 @@ from multimodal.data.batch import Batch
 from multimodal.data.build import open_source
 from multimodal.data.images import ImageTransform
 from multimodal.data.loader import train_loader
+from multimodal.data.shards import index_together
 from multimodal.data.source import BadSample, Source
 from multimodal.data.text import Tokenizer, build_tokenizer
 from multimodal.distributed import gather_objects, main_first, on_main, rank, world_size
@@ -37,12 +39,27 @@ _TOKENIZER_SAMPLES = 200_000
 def open_data(config: Config) -> Source:
     """Open the training data, and see that the evaluations' data is there before hours are spent.
 
+    Shards that have no index yet are scanned by all ranks together, each a part of them.
+
     Raises:
         ValueError: on all ranks, when a source cannot be opened.
     """
+    for path in dict.fromkeys(_shard_paths([config.data.train, config.evaluate])):
+        index_together(path)
     source = main_first(lambda: open_source(config.data.train))
     on_main(lambda: check_evaluations(config))
     return source
+
+
+def _shard_paths(settings: object) -> Iterator[str]:
+    """Paths of all shards that settings name, however deep."""
+    if isinstance(settings, config.ShardsSource):
+        yield settings.path
+    elif isinstance(settings, BaseModel):
+        yield from _shard_paths(vars(settings))
+    elif isinstance(settings, list | tuple | dict):
+        for part in settings.values() if isinstance(settings, dict) else settings:
+            yield from _shard_paths(part)
 
 
 def check_evaluations(whole: Config) -> None:

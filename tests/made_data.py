@@ -1,4 +1,4 @@
-"""Small pictures and archives for the tests of this folder."""
+"""Small pictures and archives for the tests of data."""
 
 import io
 import tarfile
