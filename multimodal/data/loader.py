@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
 from multimodal import config
 from multimodal.data.batch import Batch, EvalBatch, Skip
@@ -70,8 +70,9 @@ def train_loader(
         ValueError: when the ranks cannot share the batch equally.
     """
     step_positions(0, batch_size=batch_size, rank=rank, world_size=world_size)
-    steps = _TrainSteps(source, data, transform, tokenizer, batch_size, rank, world_size, seed)
-    return _loader(steps, range(start_step, end_step), data.workers)
+    reading = _Reading(source, data.workers)
+    steps = _TrainSteps(reading, data, transform, tokenizer, batch_size, rank, world_size, seed)
+    return _loader(steps, reading, range(start_step, end_step), data.workers)
 
 
 def eval_loader(
@@ -83,12 +84,46 @@ def eval_loader(
     workers: int,
 ) -> DataLoader[EvalBatch]:
     """Loader of `EvalBatch` over the given samples, in order; unusable ones are left out."""
-    batches = _EvalBatches(source, indices, transform, batch_size)
-    return _loader(batches, range(len(batches)), workers)
+    reading = _Reading(source, workers)
+    batches = _EvalBatches(reading, indices, transform, batch_size)
+    return _loader(batches, reading, range(len(batches)), workers)
 
 
-def _loader(dataset: Dataset, items: range, workers: int) -> DataLoader:
-    return DataLoader(
+class _Reading:
+    """The source as the workers read it, with a note of the sample that each has read last."""
+
+    def __init__(self, source: Source, workers: int):
+        self.source = source
+        self._last = torch.full((max(1, workers),), -1).share_memory_()
+
+    def read(self, index: int) -> Sample:
+        worker = get_worker_info()
+        self._last[worker.id if worker else 0] = index
+        return self.source.read(index)
+
+    def __str__(self) -> str:
+        started = [index for index in self._last.tolist() if index >= 0]
+        return ", ".join(f"sample {i} in {self.source.place(i)}" for i in started) or "none yet"
+
+
+class _Loader(DataLoader):
+    """A DataLoader whose errors name the samples that its workers read last."""
+
+    reading: _Reading
+
+    def __iter__(self):
+        return self._named(super().__iter__())
+
+    def _named(self, batches):
+        try:
+            yield from batches
+        except RuntimeError as error:  # a worker that died, or that gives nothing
+            error.add_note(f"samples that the loader read last: {self.reading}")
+            raise
+
+
+def _loader(dataset: Dataset, reading: _Reading, items: range, workers: int) -> DataLoader:
+    loader = _Loader(
         dataset,
         batch_size=None,
         sampler=items,
@@ -102,6 +137,8 @@ def _loader(dataset: Dataset, items: range, workers: int) -> DataLoader:
         # Its own generator, else the loader would draw its (unused) seed from the global state.
         generator=torch.Generator(),
     )
+    loader.reading = reading
+    return loader
 
 
 def _start_worker(worker: int) -> None:
@@ -113,7 +150,7 @@ class _TrainSteps(Dataset):
 
     def __init__(
         self,
-        source: Source,
+        reading: _Reading,
         data: config.Data,
         transform: ImageTransform,
         tokenizer: Tokenizer,
@@ -122,7 +159,7 @@ class _TrainSteps(Dataset):
         world_size: int,
         seed: int,
     ):
-        self._source = source
+        self._reading = reading
         self._data = data
         self._transform = transform
         self._tokenizer = tokenizer
@@ -130,7 +167,7 @@ class _TrainSteps(Dataset):
         self._rank = rank
         self._world_size = world_size
         self._seed = seed
-        self._order = Order(source.groups(), seed=seed, window=data.shuffle_window)
+        self._order = Order(reading.source.groups(), seed=seed, window=data.shuffle_window)
 
     def __getitem__(self, step: int) -> Batch:
         positions = step_positions(
@@ -165,16 +202,16 @@ class _TrainSteps(Dataset):
             try:
                 return self._prepared(index, epoch, position)
             except BadSample as error:
-                failures.append(_skip(self._source, index, error, position))
+                failures.append(_skip(self._reading.source, index, error, position))
                 if batches_later == 0:
                     skipped += failures
         raise ValueError(
-            f"{self._source.description}: {_BAD_IN_A_ROW} samples in a row cannot be used, from "
-            f"position {position} on; the first: {failures[0]}; the last: {failures[-1]}"
+            f"{self._reading.source.description}: {_BAD_IN_A_ROW} samples in a row cannot be used, "
+            f"from position {position} on; the first: {failures[0]}; the last: {failures[-1]}"
         )
 
     def _prepared(self, index: int, epoch: int, position: int) -> tuple[Sample, Tensor, str]:
-        sample = self._source.read(index)
+        sample = self._reading.read(index)
         caption = self._text(sample, epoch, position)
         seed = seed_for(self._seed, epoch, position, "image")
         return sample, _pixels(sample, self._transform, seed), caption
@@ -195,9 +232,9 @@ class _EvalBatches(Dataset):
     """Map from a batch's number to its samples."""
 
     def __init__(
-        self, source: Source, indices: Sequence[int], transform: ImageTransform, batch_size: int
+        self, reading: _Reading, indices: Sequence[int], transform: ImageTransform, batch_size: int
     ):
-        self._source = source
+        self._reading = reading
         self._indices = indices
         self._transform = transform
         self._batch_size = batch_size
@@ -211,10 +248,10 @@ class _EvalBatches(Dataset):
         samples, images, indices, skipped = [], [], [], []
         for index in self._indices[start : start + self._batch_size]:
             try:
-                sample = self._source.read(index)
+                sample = self._reading.read(index)
                 images.append(_pixels(sample, self._transform))
             except BadSample as error:
-                skipped.append(_skip(self._source, index, error))
+                skipped.append(_skip(self._reading.source, index, error))
                 continue
             samples.append(sample)
             indices.append(int(index))

@@ -8,7 +8,8 @@ mean cosines are over the step's batch, as `losses.metrics.LossMetrics` defines 
 `samples_per_second` and `data_wait`, the share of the time spent waiting for data, are over the
 steps since the row before, on rank 0, without evaluations and checkpoints. `skipped` counts
 unreadable samples and `nonfinite` the steps left out, both since the run's start; `skipped.jsonl`
-and `nonfinite.jsonl` list them. A number that is not finite is written as null.
+and `nonfinite.jsonl` list them. `skipped_summary.json` counts the unreadable ones by reason and by
+shard, table or folder. A number that is not finite is written as null.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import math
 import secrets
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -38,6 +40,8 @@ log = logging.getLogger(__name__)
 
 Row = dict[str, Any]
 _ROWS = ("metrics.jsonl", "skipped.jsonl", "nonfinite.jsonl")
+_SKIPPED_SUMMARY = "skipped_summary.json"
+_PLACES_SHOWN = 5
 _INIT_SECONDS = 10
 """How long a start waits for the W&B server before it goes on offline."""
 
@@ -61,6 +65,9 @@ class Report:
             return
         for name in _ROWS:
             drop_rows_after(self._run / name, start_step)
+        self._skipped = Counter(
+            _reason_and_place(r) for r in read_rows(self._run / "skipped.jsonl")
+        )
         if config.log.wandb.mode != "disabled":
             _start_wandb(accelerator, config)
         if Console(stderr=True).is_terminal:
@@ -78,6 +85,8 @@ class Report:
             self._bar.stop()
         for handler, stream in self._streams:
             handler.setStream(stream)
+        if is_main():
+            self._sum_up_skips()
         for tracker in self._accelerator.trackers:
             tracker.finish()
 
@@ -114,7 +123,9 @@ class Report:
             return
         for skip in skips:
             log.warning("step %d: skipped %s in %s: %s", step, skip.key, skip.place, skip.reason)
-            self._append("skipped.jsonl", {"step": step, **asdict(skip)})
+            row = {"step": step, **asdict(skip)}
+            self._append("skipped.jsonl", row)
+            self._skipped[_reason_and_place(row)] += 1
 
     def nonfinite(self, row: Row) -> None:
         """Write the row of a step that was left out."""
@@ -125,6 +136,26 @@ class Report:
             *(row["step"], row["loss"], row["grad_norm"], len(row["suspects"])),
         )
         self._append("nonfinite.jsonl", row)
+
+    def _sum_up_skips(self) -> None:
+        """Say at the end of the run, whatever ended it, what was unreadable and where."""
+        path = self._run / _SKIPPED_SUMMARY
+        if not self._skipped:
+            path.unlink(missing_ok=True)
+            return
+        reasons: dict[str, dict[str, int]] = {}
+        for (reason, place), count in self._skipped.most_common():
+            reasons.setdefault(reason, {})[place] = count
+        total = self._skipped.total()
+        text = json.dumps({"skipped": total, "reasons": reasons}, indent=1) + "\n"
+        write_atomically(path, lambda file: file.write_text(text, encoding="utf-8"))
+        log.warning("unreadable samples: %d; all are listed in skipped.jsonl", total)
+        for reason, places in reasons.items():
+            shown = [f"{n} in {place}" for place, n in list(places.items())[:_PLACES_SHOWN]]
+            more = (
+                f" and {len(places) - len(shown)} more places" if len(places) > len(shown) else ""
+            )
+            log.warning("  %d x %s: %s%s", sum(places.values()), reason, ", ".join(shown), more)
 
     def flush(self) -> None:
         """Force the rows to the disk, so that no checkpoint is newer than they are."""
@@ -168,6 +199,10 @@ class Meter:
             "samples_per_second": self._samples / self._busy,
             "data_wait": self._waited / self._busy,
         }
+
+
+def _reason_and_place(row: Row) -> tuple[str, str]:
+    return row["reason"], row["place"]
 
 
 def batch_hash(keys: list[str]) -> str:

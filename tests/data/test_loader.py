@@ -1,5 +1,3 @@
-import os
-import signal
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -9,7 +7,6 @@ import torch
 from made_data import jpeg, pairs, write_tar
 
 from multimodal.config import Augment, BpeTokenizer, Data, FolderSource, Preprocess
-from multimodal.data import loader as loading
 from multimodal.data.images import ImageTransform
 from multimodal.data.loader import eval_loader, step_positions, train_loader
 from multimodal.data.order import Order
@@ -239,27 +236,6 @@ def test_unusable_data_stop_with_an_error(tokenizer):
     with pytest.raises(ValueError, match="100 samples in a row cannot be used, from position 0"):
         list(make(source, tokenizer))
     assert time.perf_counter() - start < 5
-
-
-class Deadly(Made):
-    def read(self, index):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-class Stuck(Made):
-    def read(self, index):
-        time.sleep(2)
-
-
-def test_a_dead_worker_is_an_error(tokenizer):
-    with pytest.raises(RuntimeError, match="worker"):
-        list(make(Deadly(), tokenizer, workers=2))
-
-
-def test_a_stuck_worker_is_an_error(tokenizer, monkeypatch):
-    monkeypatch.setattr(loading, "_STALLED_SECONDS", 0.5)
-    with pytest.raises(RuntimeError, match="timed out"):
-        list(make(Stuck(), tokenizer, workers=1))
 
 
 def test_one_sample_and_a_batch_larger_than_the_data(tokenizer):
