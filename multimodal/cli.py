@@ -36,6 +36,8 @@ ModelArgument = Annotated[
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps.")]
 BatchSize = Annotated[int, typer.Option(help="Pictures encoded at once.", min=1)]
 Workers = Annotated[int, typer.Option(help="Loader processes.", min=0)]
+ImageColumn = Annotated[str, typer.Option(help="Column of a table with paths or pictures.")]
+CaptionColumn = Annotated[str, typer.Option(help="Column of a table with captions.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 
 
@@ -180,6 +182,8 @@ def embed(
         Literal["float16", "float32"], typer.Option(help="Number format of the vectors.")
     ] = "float16",
     rows_per_part: Annotated[int, typer.Option(help="Rows of each file.", min=1)] = 10_000,
+    image_column: ImageColumn = "image",
+    caption_column: CaptionColumn = "caption",
     device: Device = "auto",
     batch_size: BatchSize = 64,
     workers: Workers = 0,
@@ -189,7 +193,7 @@ def embed(
     from multimodal.embed.export import export
     from multimodal.weights.load import load
 
-    source = source_from_path(data)
+    source = source_from_path(data, image_column=image_column, caption_column=caption_column)
     with _progress("embed", len(source)) as advance:
         export(
             load(model, device=device),
@@ -236,16 +240,41 @@ def search(
 
 @app.command(
     epilog=_verbatim(
-        "Examples:\n  multimodal pack photos/ shards/\n  multimodal pack table.csv shards/\n"
+        "Examples:\n  multimodal pack photos/ shards/ --short-side 256 --format jpeg --quality 90\n"
+        "  multimodal pack table.csv shards/ --image-column file --splits val=0.01,test=0.01\n"
         "  multimodal pack demo:openmoji data/openmoji"
     ),
 )
 def pack(
     source: Annotated[str, typer.Argument(help="Folder, table, shards, or demo:openmoji.")],
-    out: Annotated[Path, typer.Argument(help="Folder to write.")],
+    out: Annotated[Path, typer.Argument(help="Folder to write; a stopped pack is completed.")],
     samples_per_shard: Annotated[int, typer.Option(help="Samples in a shard.", min=1)] = 10_000,
+    short_side: Annotated[
+        int | None, typer.Option(help="Scale larger pictures down to this short side.", min=1)
+    ] = None,
+    format: Annotated[
+        Literal["jpeg", "webp"] | None,
+        typer.Option(help="Encode all others anew in this format; default: only scaled, as jpeg."),
+    ] = None,
+    quality: Annotated[
+        int, typer.Option(help="Of pictures that are encoded anew.", min=1, max=100)
+    ] = 90,
+    splits: Annotated[
+        str | None, typer.Option(help="Sub-folders and their shares, such as val=0.01,test=0.01.")
+    ] = None,
+    image_column: ImageColumn = "image",
+    caption_column: CaptionColumn = "caption",
+    workers: Annotated[
+        int | None,
+        typer.Option(help="Processes; default: one a CPU if pictures are encoded anew.", min=0),
+    ] = None,
 ) -> None:
-    """Write tar shards in the WebDataset layout; a picture without a caption is left out."""
+    """Write tar shards in the WebDataset layout; a picture without a caption is left out.
+
+    Pictures are kept byte for byte, or, with --short-side or --format, encoded anew where they are
+    larger or of another format: upright, without metadata. The result is the same for any number
+    of processes.
+    """
     if source == "demo:openmoji":
         from multimodal.data.demo import pack_openmoji
 
@@ -254,13 +283,28 @@ def pack(
         return
     from multimodal.data.build import source_from_path
     from multimodal.data.pack import pack as write
+    from multimodal.data.recode import Recode
+    from multimodal.data.splits import parse_splits
 
-    opened = source_from_path(source)
+    pictures = Recode(short_side, format, quality)
+    shares = parse_splits(splits) if splits else None
+    if workers is None:
+        workers = (os.cpu_count() or 1) if pictures.changes else 0
+    opened = source_from_path(source, image_column=image_column, caption_column=caption_column)
     with _progress("pack", len(opened)) as advance:
-        packed = write(opened, out, samples_per_shard=samples_per_shard, progress=advance)
+        packed = write(
+            opened,
+            out,
+            samples_per_shard=samples_per_shard,
+            pictures=pictures,
+            splits=shares,
+            workers=workers,
+            progress=advance,
+        )
+    place = f"{out}/train" if shares else out
     typer.echo(
-        f"{out}: {sum(packed.samples)} samples in {len(packed.samples)} shard(s); train on it with "
-        f"data.train.kind=shards data.train.path={out}"
+        f"{out}: {packed.samples} samples in {packed.shards} shard(s); train on it with "
+        f"data.train.kind=shards data.train.path={place}"
     )
 
 

@@ -1,9 +1,13 @@
 """The command line: what it prints, its exit codes, and one clear sentence for each mistake."""
 
+import contextlib
+import io
 import json
 import sys
+import tarfile
 
 import pytest
+from PIL import Image
 from tiny import picture, tiny_pretrained, tiny_section, write_pictures
 
 from multimodal import cli
@@ -76,10 +80,13 @@ def test_labels_may_be_a_file_or_a_long_text(run, folder):
         (["search", "embedded", " "], "no such picture"),
         (["evaluate", "model"], "is not a run with evaluations of its own"),
         (["pack", "nowhere", "out"], "nowhere"),
+        (["pack", "pictures", "out", "--splits", "train=0.1"], "other than 'train'"),
+        (["pack", "table.csv", "out"], "no column image"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_exit_code_2(run, folder, arguments, message):
     (folder / "broken.bin").write_bytes(b"\xff\xfe\xfd")
+    (folder / "table.csv").write_text("file,text\nbroken.png,a\n")
     code, _, error = run(*arguments)
     assert code == 2 and message in error
     assert len(error.splitlines()) == 1 and "Traceback" not in error
@@ -97,3 +104,18 @@ def test_embedded_pictures_are_found_from_another_folder(run, folder, tmp_path):
 def test_pack_says_what_it_wrote(run):
     code, out, _ = run("pack", "pictures", "shards")
     assert code == 0 and "3 samples in 1 shard(s)" in out
+
+
+def test_pack_and_embed_take_the_columns_of_a_table(run, folder):
+    pictures = sorted((folder / "pictures").glob("*.*g"))
+    lines = [f"{path},text {i}" for i, path in enumerate(pictures)]
+    (folder / "named.csv").write_text("\n".join(["file,text", *lines]))
+    columns = ("--image-column", "file", "--caption-column", "text")
+    encode = ("--short-side", 8, "--format", "webp", "--quality", 80, "--workers", 2)
+    code, out, _ = run("pack", "named.csv", "named", *columns, *encode, "--splits", "val=0.5")
+    assert code == 0 and "data.train.path=named/train" in out
+    with contextlib.ExitStack() as stack:
+        shards = [stack.enter_context(tarfile.open(p)) for p in (folder / "named").rglob("*.tar")]
+        stored = [t.extractfile(n).read() for t in shards for n in t.getnames() if "webp" in n]
+    assert [min(Image.open(io.BytesIO(data)).size) for data in stored] == [8] * 3
+    assert run("embed", "model", "named.csv", "embedded named", *columns)[0] == 0

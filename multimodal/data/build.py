@@ -26,8 +26,10 @@ def open_source(section: config.Source) -> Source:
             return FolderSource(section.path)
 
 
-def source_from_path(path: str) -> Source:
-    """Open whatever data a path leads to; a table needs the columns `image` and `caption`.
+def source_from_path(
+    path: str, *, image_column: str = "image", caption_column: str = "caption"
+) -> Source:
+    """Open whatever data a path leads to; the columns are those of a table.
 
     Raises:
         ValueError: when it is none of the accepted kinds.
@@ -37,7 +39,7 @@ def source_from_path(path: str) -> Source:
         has_shards = any(place.glob("*.tar"))
         return ShardSource(path) if has_shards else FolderSource(path)
     if place.suffix.lower() in ENDINGS:
-        return TableSource(path)
+        return TableSource(path, image_column, caption_column)
     if place.suffix.lower() == ".tar" or path.startswith("pipe:") or "://" in path:
         return ShardSource(path)
     raise ValueError(

@@ -70,9 +70,9 @@ def train_loader(
         ValueError: when the ranks cannot share the batch equally.
     """
     step_positions(0, batch_size=batch_size, rank=rank, world_size=world_size)
-    reading = _Reading(source, data.workers)
+    reading = Reading(source, data.workers)
     steps = _TrainSteps(reading, data, transform, tokenizer, batch_size, rank, world_size, seed)
-    return _loader(steps, reading, range(start_step, end_step), data.workers)
+    return in_workers(steps, reading, range(start_step, end_step), data.workers)
 
 
 def eval_loader(
@@ -84,12 +84,12 @@ def eval_loader(
     workers: int,
 ) -> DataLoader[EvalBatch]:
     """Loader of `EvalBatch` over the given samples, in order; unusable ones are left out."""
-    reading = _Reading(source, workers)
+    reading = Reading(source, workers)
     batches = _EvalBatches(reading, indices, transform, batch_size)
-    return _loader(batches, reading, range(len(batches)), workers)
+    return in_workers(batches, reading, range(len(batches)), workers)
 
 
-class _Reading:
+class Reading:
     """The source as the workers read it, with a note of the sample that each has read last."""
 
     def __init__(self, source: Source, workers: int):
@@ -109,7 +109,7 @@ class _Reading:
 class _Loader(DataLoader):
     """A DataLoader whose errors name the samples that its workers read last."""
 
-    reading: _Reading
+    reading: Reading
 
     def __iter__(self):
         return self._named(super().__iter__())
@@ -122,7 +122,12 @@ class _Loader(DataLoader):
             raise
 
 
-def _loader(dataset: Dataset, reading: _Reading, items: range, workers: int) -> DataLoader:
+def in_workers(dataset: Dataset, reading: Reading, items: range, workers: int) -> DataLoader:
+    """The dataset's items in order, made by worker processes, or in this process if there are none.
+
+    Args:
+        reading: The source as the dataset reads it.
+    """
     loader = _Loader(
         dataset,
         batch_size=None,
@@ -150,7 +155,7 @@ class _TrainSteps(Dataset):
 
     def __init__(
         self,
-        reading: _Reading,
+        reading: Reading,
         data: config.Data,
         transform: ImageTransform,
         tokenizer: Tokenizer,
@@ -232,7 +237,7 @@ class _EvalBatches(Dataset):
     """Map from a batch's number to its samples."""
 
     def __init__(
-        self, reading: _Reading, indices: Sequence[int], transform: ImageTransform, batch_size: int
+        self, reading: Reading, indices: Sequence[int], transform: ImageTransform, batch_size: int
     ):
         self._reading = reading
         self._indices = indices

@@ -1,14 +1,25 @@
 import hashlib
+import io
+import itertools
 import json
+import multiprocessing
+import os
+import signal
 import tarfile
+from collections import Counter
 
+import numpy as np
 import pytest
-from made_data import encode, jpeg, photo
+from made_data import encode, jpeg, photo, write_tar
+from PIL import ExifTags, Image
 
 from multimodal.data import pack as packing
+from multimodal.data import shard_writer, tar_index
 from multimodal.data.folder import FolderSource
 from multimodal.data.pack import pack
+from multimodal.data.recode import Recode, ending_of, recode
 from multimodal.data.shards import ShardSource
+from multimodal.data.splits import parse_splits, split_of
 from multimodal.data.tables import TableSource
 
 
@@ -35,17 +46,19 @@ def source(tmp_path):
 
 
 def contents(folder) -> dict[str, str]:
-    files = [path for path in folder.iterdir() if not path.name.endswith(".npz")]
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    """Hashes of all files but the indices, which hold the times of their shards."""
+    files = [p for p in folder.rglob("*") if p.is_file() and p.suffix != ".npz"]
+    return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
 
 
 def test_a_pack_holds_what_the_source_holds(source, tmp_path):
     steps = []
     state = pack(source, tmp_path / "out", samples_per_shard=4, progress=steps.append)
-    assert (state.complete, state.samples, state.skipped) == (True, [4, 3, 3], {"not an image": 1})
+    assert (state.complete, state.samples, state.shards) == (True, 10, 3)
+    assert state.skipped == {"not an image": 1}
     assert sum(steps) == 11
     packed = ShardSource(str(tmp_path / "out"))
-    assert packed.groups() == [4, 3, 3]
+    assert packed.groups() == [4, 4, 2]
     assert packed.problems == {}
     originals = [source.read(i) for i in range(11) if i != 6]
     for i, original in enumerate(originals):
@@ -82,8 +95,14 @@ def test_a_second_call_changes_nothing(source, tmp_path):
     assert {path.name: path.stat().st_mtime_ns for path in out.iterdir()} == before
 
 
-@pytest.mark.parametrize("stop_at", [0, 1, 5, 10])
-def test_a_stopped_pack_is_taken_up_and_ends_the_same(source, tmp_path, stop_at):
+@pytest.fixture
+def small_pieces(monkeypatch):
+    monkeypatch.setattr(packing, "_PIECE", 2)
+    monkeypatch.setattr(packing, "_NOTED_EVERY", 3)
+
+
+@pytest.mark.parametrize("stop_at", [1, 5, 10])
+def test_a_stopped_pack_is_taken_up_and_ends_the_same(source, tmp_path, small_pieces, stop_at):
     pack(source, tmp_path / "whole", samples_per_shard=4)
     done = []
 
@@ -99,6 +118,46 @@ def test_a_stopped_pack_is_taken_up_and_ends_the_same(source, tmp_path, stop_at)
     pack(source, out, samples_per_shard=4, progress=steps.append)
     assert sum(steps) == 11
     assert contents(out) == contents(tmp_path / "whole")
+
+
+def pack_until_killed(source, out, splits, calls_left: int) -> None:
+    """Pack in a process that dies at one of its calls that touch the disk."""
+    left = [calls_left]
+
+    def deadly(real):
+        def call(*args, **kwargs):
+            left[0] -= 1
+            if left[0] < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*args, **kwargs)
+
+        return call
+
+    for name in ("fsync", "replace", "truncate"):
+        setattr(os, name, deadly(getattr(os, name)))
+    shard_writer.load_index = deadly(shard_writer.load_index)
+    pack(source, out, samples_per_shard=3, splits=splits)
+
+
+@pytest.mark.parametrize("splits", [{}, {"val": 0.3}])
+def test_a_kill_at_any_moment_costs_nothing_but_time(source, tmp_path, small_pieces, splits):
+    pack(source, tmp_path / "whole", samples_per_shard=3, splits=splits)
+    context = multiprocessing.get_context("fork")
+    for calls in itertools.count():
+        out = tmp_path / f"{calls}"
+        arguments = source, out, splits, calls
+        for again in range(2):  # the second is killed while it goes on
+            process = context.Process(target=pack_until_killed, args=(*arguments[:3], calls))
+            process.start()
+            process.join()
+            if process.exitcode == 0:
+                break
+            assert process.exitcode == -signal.SIGKILL, (calls, again)
+        pack(source, out, samples_per_shard=3, splits=splits)
+        assert contents(out) == contents(tmp_path / "whole"), calls
+        if process.exitcode == 0 and again == 0:
+            break
+    assert calls > 20
 
 
 def test_another_pack_in_the_folder_is_refused(source, tmp_path):
@@ -119,6 +178,7 @@ def test_another_pack_in_the_folder_is_refused(source, tmp_path):
 def test_nothing_usable_is_an_error(tmp_path):
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.jpg").write_bytes(b"<html>")
+    (tmp_path / "in" / "a.txt").write_text("text")
     with pytest.raises(ValueError, match=r"no sample can be packed: .'not an image': 1"):
         pack(FolderSource(str(tmp_path / "in")), tmp_path / "out")
 
@@ -150,10 +210,137 @@ def test_a_table_can_be_packed(tmp_path):
     assert (sample.captions, sample.meta) == (("\u00e9t\u00e9",), {"key": "a.jpg", "n": 3})
 
 
+def test_the_index_is_there_at_once(source, tmp_path, monkeypatch):
+    pack(source, tmp_path / "out", samples_per_shard=4)
+    monkeypatch.setattr(tar_index, "scan", lambda shard: pytest.fail("scanned again"))
+    assert len(ShardSource(str(tmp_path / "out"))) == 10
+
+
+# --- pictures encoded anew -----------------------------------------------------------------------
+
+
+def pixels(data: bytes) -> np.ndarray:
+    return np.asarray(Image.open(io.BytesIO(data)).convert("RGB"), np.float64)
+
+
+def psnr(a: np.ndarray, b: np.ndarray) -> float:
+    assert a.shape == b.shape
+    return 10 * np.log10(255**2 / ((a - b) ** 2).mean())
+
+
+@pytest.mark.parametrize(("kind", "format"), [("jpeg", "JPEG"), ("webp", "WEBP")])
+@pytest.mark.parametrize(("size", "expected"), [((120, 80), (48, 32)), ((70, 201), (32, 92))])
+def test_large_pictures_get_the_short_side_as_pillow_scales_them(kind, format, size, expected):
+    original = photo(*size)
+    stored = recode(encode(original, "PNG"), Recode(32, kind, 95))
+    assert Image.open(io.BytesIO(stored)).format == format
+    scaled = original.resize(expected, Image.Resampling.BICUBIC)
+    assert psnr(pixels(stored), pixels(encode(scaled, format, quality=95))) > 40  # both are lossy
+
+
+def test_quality_is_that_of_the_encoder():
+    data = encode(photo(200, 150), "PNG")
+    for quality in (30, 90):
+        stored = recode(data, Recode(None, "jpeg", quality))
+        assert stored == encode(photo(200, 150), "JPEG", quality=quality)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF"])
+def test_small_pictures_stay_byte_for_byte_unless_the_format_asks(kind):
+    data = encode(photo(40, 32), kind)
+    assert recode(data, Recode(32)) == data
+    assert recode(data, Recode()) == data
+    changed = recode(data, Recode(32, "jpeg"))
+    assert (changed == data) == (kind == "JPEG")
+    assert Image.open(io.BytesIO(changed)).format == "JPEG"
+    assert Image.open(io.BytesIO(changed)).size == (40, 32)
+
+
+def test_what_is_encoded_anew_is_upright_on_white_and_without_metadata():
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    exif[ExifTags.Base.Artist] = "somebody"
+    wide = photo(90, 60)
+    stored = recode(encode(wide, "JPEG", quality=98, exif=exif), Recode(30, None, 95))
+    image = Image.open(io.BytesIO(stored))
+    assert image.size == (30, 45) and not image.getexif() and b"somebody" not in stored
+    upright = wide.transpose(Image.Transpose.ROTATE_270).resize((30, 45), Image.Resampling.BICUBIC)
+    assert psnr(pixels(stored), pixels(encode(upright, "PNG"))) > 30
+    clear = Image.new("RGBA", (64, 64), (255, 0, 0, 0))
+    assert pixels(recode(encode(clear, "PNG"), Recode(16))).min() == 255
+
+
+@pytest.mark.parametrize("data", [b"", b"<html>", jpeg(1)[:-200]])
+def test_a_damaged_picture_is_left_out_of_a_pack_that_encodes(tmp_path, data):
+    write_tar(tmp_path / "0.tar", [("a.jpg", data), ("a.txt", b"t"), ("b.jpg", jpeg()), *TEXT])
+    state = pack(ShardSource(str(tmp_path)), tmp_path / "out", pictures=Recode(500))
+    assert state.samples == 1 and sum(state.skipped.values()) == 1
+
+
+TEXT = [("b.txt", b"t")]
+
+
+@pytest.mark.parametrize(
+    ("how", "message"), [({"short_side": 0}, "at least 1 pixel"), ({"quality": 101}, "1 to 100")]
+)
+def test_settings_that_make_no_picture_are_refused(how, message):
+    with pytest.raises(ValueError, match=message):
+        Recode(**how)
+
+
+def test_bytes_do_not_depend_on_the_number_of_processes(source, tmp_path, small_pieces):
+    options = {"samples_per_shard": 3, "pictures": Recode(24, "webp"), "splits": {"val": 0.4}}
+    for workers in (0, 1, 3):
+        pack(source, tmp_path / f"{workers}", workers=workers, **options)
+    assert contents(tmp_path / "0") == contents(tmp_path / "1") == contents(tmp_path / "3")
+    assert "val/00000.tar" in contents(tmp_path / "0")
+    with pytest.raises(ValueError, match="was begun with short_side=24, not 25"):
+        pack(source, tmp_path / "0", **(options | {"pictures": Recode(25, "webp")}))
+
+
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"])
 def test_endings_follow_the_content(kind):
-    ending = packing._extension(encode(photo(), kind), "k")
+    ending = ending_of(encode(photo(), kind))
     assert ending == {"JPEG": "jpg", "TIFF": "tif"}.get(kind, kind.lower())
+
+
+# --- splits --------------------------------------------------------------------------------------
+
+
+def test_splits_hold_every_sample_once_by_their_keys(source, tmp_path):
+    splits = parse_splits("val=0.3, test=0.2")
+    state = pack(source, tmp_path / "out", splits=splits)
+    assert list(state.splits) == ["val", "test", "train"]
+    found = {}
+    for name, written in state.splits.items():
+        if written.finished:
+            packed = ShardSource(str(tmp_path / "out" / name))
+            assert packed.groups() == written.finished
+            found |= {packed.read(i).meta["key"]: name for i in range(len(packed))}
+    originals = [source.read(i).key for i in range(11) if i != 6]
+    assert found == {key: split_of(key, splits) for key in originals}
+
+
+def test_a_split_gets_its_share_and_a_sample_stays_in_it():
+    keys = [f"{i}.jpg" for i in range(20_000)]
+    drawn = Counter(split_of(key, {"val": 0.1, "test": 0.05}) for key in keys)
+    for name, share in {"val": 0.1, "test": 0.05, "train": 0.85}.items():
+        deviation = (20_000 * share * (1 - share)) ** 0.5
+        assert abs(drawn[name] - 20_000 * share) < 4 * deviation
+    smaller = [key for key in keys if split_of(key, {"val": 0.05}) == "val"]
+    assert all(split_of(key, {"val": 0.1}) == "val" for key in smaller)
+    assert {split_of(key, {}) for key in keys[:9]} == {""}
+
+
+@pytest.mark.parametrize(
+    "text", ["val", "val=", "val=2", "val=0", "train=0.1", "../x=0.1", "a=0.6,b=0.4", "a=.1,a=.1"]
+)
+def test_splits_that_make_no_sense_are_refused(text):
+    with pytest.raises(ValueError, match="splits: "):
+        parse_splits(text)
+
+
+# --- other tools ---------------------------------------------------------------------------------
 
 
 def test_webdataset_reads_a_pack(source, tmp_path):
