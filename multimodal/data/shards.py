@@ -153,13 +153,11 @@ class ShardSource:
 
     def _read(self, shard: _OpenShard, local: int) -> Sample:
         key = shard.index.key(local)
+        parts = shard.parts(local, key)
         captions, meta = parse_sidecars(
-            key,
-            text=shard.part(local, TEXT, key),
-            record=shard.part(local, RECORD, key),
-            label=shard.part(local, LABEL, key),
+            key, text=parts[TEXT], record=parts[RECORD], label=parts[LABEL]
         )
-        return Sample(key, shard.part(local, IMAGE, key), captions, meta)
+        return Sample(key, parts[IMAGE], captions, meta)
 
     def place(self, index: int) -> str:
         return self._shards[self._locate(index)[0]].name
@@ -255,10 +253,12 @@ class _OpenShard:
         if hasattr(self, "_descriptor"):
             os.close(self._descriptor)
 
-    def part(self, local: int, kind: int, key: str) -> bytes | None:
-        offset, size = self.index.spans[local, kind].tolist()
-        if size < 0:
-            return None
+    def parts(self, local: int, key: str) -> list[bytes | None]:
+        """Picture, text, JSON and class of a sample; None for a part that it lacks."""
+        spans = self.index.spans[local].tolist()
+        return [None if size < 0 else self._read(offset, size, key) for offset, size in spans]
+
+    def _read(self, offset: int, size: int, key: str) -> bytes:
         data = os.pread(self._descriptor, size, offset)
         if len(data) != size:
             raise BadSample("shard changed while in use", key)

@@ -150,17 +150,15 @@ def parse_sidecars(
         BadSample: when a file is not UTF-8 or the record is not a JSON object.
     """
     meta: dict[str, Scalar] = {}
-    captions: tuple[str, ...] = ()
+    listed = single = None
     if record is not None:
         fields = _json_object(record, key)
-        listed = fields.pop("captions", None)
-        single = fields.pop("caption", None)
-        captions = clean_captions(listed if isinstance(listed, list) else single)
+        listed, single = fields.pop("captions", None), fields.pop("caption", None)
         meta = {k: v for k, v in fields.items() if isinstance(v, Scalar)}
-        if text is not None and not isinstance(listed, list):
-            captions = clean_captions(_decode(text, key))
-    elif text is not None:
-        captions = clean_captions(_decode(text, key))
+    if isinstance(listed, list):
+        captions = clean_captions(listed)
+    else:
+        captions = clean_captions(single if text is None else _decode(text, key))
     if label is not None:
         meta["cls"] = _label(_decode(label, key).strip())
     return captions, meta

@@ -120,6 +120,25 @@ def test_a_stopped_pack_is_taken_up_and_ends_the_same(source, tmp_path, small_pi
     assert contents(out) == contents(tmp_path / "whole")
 
 
+def test_what_a_stop_left_behind_the_last_note_is_cut_off(source, tmp_path, small_pieces):
+    pack(source, tmp_path / "whole", samples_per_shard=99)
+    out = tmp_path / "out"
+
+    done = []
+
+    def stop(count: int) -> None:
+        done.append(count)
+        if sum(done) > 6:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pack(source, out, samples_per_shard=99, progress=stop)
+    with (out / ".00000.tar.part").open("ab") as file:
+        file.write(b"\xff" * 100_000)
+    pack(source, out, samples_per_shard=99)
+    assert contents(out) == contents(tmp_path / "whole")
+
+
 def pack_until_killed(source, out, splits, calls_left: int) -> None:
     """Pack in a process that dies at one of its calls that touch the disk."""
     left = [calls_left]
