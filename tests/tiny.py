@@ -7,8 +7,8 @@ import torch
 from PIL import Image
 
 from multimodal import config
-from multimodal.data.images import ImageTransform
 from multimodal.data.text import build_tokenizer
+from multimodal.data.transforms import ImageTransform
 from multimodal.models.build import build_model
 from multimodal.weights.pretrained import Pretrained
 

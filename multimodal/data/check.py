@@ -17,7 +17,7 @@ import numpy as np
 from PIL import Image
 
 from multimodal.data.batch import Skip
-from multimodal.data.images import decode
+from multimodal.data.decode import decode
 from multimodal.data.source import NO_CAPTION, BadSample, Source
 from multimodal.data.text import Tokenizer
 

@@ -16,10 +16,10 @@ from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_in
 
 from multimodal import config
 from multimodal.data.batch import Batch, EvalBatch, Skip
-from multimodal.data.images import ImageTransform
 from multimodal.data.order import Order, seed_for
 from multimodal.data.source import NO_CAPTION, BadSample, Sample, Source
 from multimodal.data.text import Tokenizer
+from multimodal.data.transforms import ImageTransform
 
 _BAD_IN_A_ROW = 100
 """Candidates for one place in a batch, after which the data count as unusable."""

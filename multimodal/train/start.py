@@ -16,11 +16,11 @@ from multimodal import config
 from multimodal.config import Config
 from multimodal.data.batch import Batch
 from multimodal.data.build import open_source
-from multimodal.data.images import ImageTransform
 from multimodal.data.loader import train_loader
 from multimodal.data.shards import index_together
 from multimodal.data.source import BadSample, Source
 from multimodal.data.text import Tokenizer, build_tokenizer
+from multimodal.data.transforms import ImageTransform
 from multimodal.distributed import gather_objects, main_first, on_main, rank, world_size
 from multimodal.evaluate.zero_shot import check_labels
 from multimodal.losses.sigmoid import initial_bias

@@ -18,9 +18,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from multimodal import config
-from multimodal.data.images import ImageTransform
 from multimodal.data.text import FILE as TOKENIZER_FILE
 from multimodal.data.text import Tokenizer
+from multimodal.data.transforms import ImageTransform
 from multimodal.files import file_hash
 from multimodal.models.build import build_model
 from multimodal.models.two_tower import TwoTower

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from multimodal import config
 from multimodal.data.batch import EvalBatch
-from multimodal.data.images import ImageTransform, from_pil
+from multimodal.data.decode import from_pil
 from multimodal.data.loader import eval_loader
 from multimodal.data.source import BadSample, Source
 from multimodal.data.text import Tokenizer
+from multimodal.data.transforms import ImageTransform
 from multimodal.models.two_tower import TwoTower
 
 DEFAULT_TEMPLATE = "a photo of {}."

@@ -103,10 +103,10 @@ def worker_seconds() -> float:
 
 def our_loader(folder: str, options: argparse.Namespace) -> Iterable[Any]:
     from multimodal import config
-    from multimodal.data.images import ImageTransform
     from multimodal.data.loader import train_loader
     from multimodal.data.shards import ShardSource
     from multimodal.data.text import build_tokenizer
+    from multimodal.data.transforms import ImageTransform
 
     source = ShardSource(folder)
     section = config.ShardsSource(kind="shards", path=folder)

@@ -7,12 +7,13 @@ import torch
 from made_data import jpeg, pairs, write_tar
 
 from multimodal.config import Augment, BpeTokenizer, Data, FolderSource, Preprocess
-from multimodal.data.images import ImageTransform
+from multimodal.data import loader as loading
 from multimodal.data.loader import eval_loader, step_positions, train_loader
 from multimodal.data.order import Order
 from multimodal.data.shards import ShardSource
 from multimodal.data.source import BadSample, Sample
 from multimodal.data.text import build_tokenizer
+from multimodal.data.transforms import ImageTransform
 
 SIZE = 13
 PICTURES = [jpeg(seed, 19, 17) for seed in range(5)]

@@ -99,7 +99,7 @@ def test_what_was_left_out_is_counted_and_listed(exported):
     assert [part.rows for part in manifest.parts] == [4, 3, 4, 1]
     errors = pd.read_parquet(exported / "errors.parquet")
     assert errors["index"].tolist() == [BAD] and errors["key"].tolist() == ["005.png"]
-    assert errors["reason"].tolist() == ["damaged image"]
+    assert errors["reason"].tolist() == ["image cut short"]
 
 
 def test_only_vectors_have_the_ending_of_vectors(exported):
