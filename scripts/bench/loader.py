@@ -2,11 +2,12 @@
 
     python scripts/bench/loader.py --out loader.json
 
-Both read the same 500x375 JPEGs (made here), cut a random part of 0.9 to 1.0 of the area, and scale
-it to 224 pixels with an antialiased bicubic filter, in one worker process. OpenCLIP's batch is
-float32, normalised by the worker; ours is uint8, normalised by the model on its device. The two
-take turns, and the best round of each counts. `cpu` is the worker's own processor time, which
-other programs on the machine disturb less than the clock.
+Both read the same JPEGs (made here, of three sizes), cut a random part of 0.9 to 1.0 of the area,
+and scale it to 224 pixels with an antialiased bicubic filter, in one worker process. OpenCLIP's
+batch is float32, normalised by the worker; ours is uint8, normalised by the model on its device.
+The two take turns, and the best round of each counts. `cpu` is by the worker's own processor time,
+which other programs on the machine disturb less than the clock. `psnr` compares our training crops
+with Pillow's, decoded whole and resized by it.
 
 Needs the extra `dev`. OpenCLIP asks for webdataset <= 0.2.86 and fails with later ones, which mark
 the end of a shard in the stream of files; the mark is then switched off, and nothing else changed.
@@ -20,6 +21,7 @@ import io
 import json
 import multiprocessing
 import os
+import random
 import tarfile
 import tempfile
 import time
@@ -27,53 +29,108 @@ from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
 
-SHARDS, DIFFERENT = 4, 64
-WIDTH, HEIGHT, SIZE = 500, 375, 224
+SHARDS, DIFFERENT, SIZE = 4, 16, 224
 WARM_UP = 4
 """Batches before the clock starts: what a worker makes ahead, and the start itself."""
 
 
+class Pictures(NamedTuple):
+    """A kind of picture to measure.
+
+    Attributes:
+        grain: Standard deviation of the noise; it sets the size of the file.
+        part: Our loader decodes it at 1 / `part` of its size.
+        samples: How many are read in a round, about equal times.
+    """
+
+    width: int
+    height: int
+    grain: float
+    part: int
+    samples: int
+
+
+KINDS = (
+    Pictures(341, 256, grain=7, part=1, samples=2048),
+    Pictures(500, 375, grain=7, part=1, samples=1280),
+    Pictures(1600, 1200, grain=5, part=2, samples=512),
+)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--samples", type=int, default=2048)
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, help="JSON file to write.")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        kilobytes = make_shards(Path(folder), options.samples)
-        loaders = {"openclip": openclip_loader, "multimodal": our_loader}
-        rounds: dict[str, list[dict[str, float]]] = {name: [] for name in loaders}
-        for _ in range(options.rounds):
-            for name, build in loaders.items():
-                rounds[name].append(measure(build(folder, options)))
-                print(f"{name:12} {rounds[name][-1]}", flush=True)
-    best = {
-        name: {key: max(run[key] for run in runs) for key in runs[0]}
-        for name, runs in rounds.items()
-    }
-    ratio = {k: round(v / best["openclip"][k], 2) for k, v in best["multimodal"].items()}
-    print(f"\n{'samples/s':12}{'clock':>10}{'cpu':>10}   ({kilobytes:.0f} KB a picture)")
-    for name, row in (best | {"ratio": ratio}).items():
-        print(f"{name:12}{row['clock']:10}{row['cpu']:10}")
+    rows = [compare(kind, options) for kind in KINDS]
+    print(f"\n{'':12}{'KB':>6}{'openclip':>16}{'multimodal':>16}{'ratio':>14}{'psnr':>7}")
+    print(f"{'':18}" + f"{'clock':>9}{'cpu':>7}" * 2 + f"{'clock':>8}{'cpu':>6}")
+    for row in rows:
+        print(
+            f"{row['picture']:12}{row['kilobytes']:6.0f}"
+            + "".join(f"{row[x]['clock']:9.0f}{row[x]['cpu']:7.0f}" for x in LOADERS)
+            + f"{row['ratio']['clock']:8.2f}{row['ratio']['cpu']:6.2f}{row['psnr']:7.1f}"
+        )
     packages = ("torch", "torchvision", "pillow", "open_clip_torch", "webdataset")
     report = {
-        "best": best,
-        "ratio": ratio,
-        "rounds": rounds,
-        "kilobytes": round(kilobytes, 1),
+        "rows": rows,
         "batch_size": options.batch_size,
-        "samples": options.samples,
         "cores": os.cpu_count(),
         "versions": {name: version(name) for name in packages},
     }
     if options.out:
         options.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def compare(kind: Pictures, options: argparse.Namespace) -> dict[str, Any]:
+    """Both loaders on one kind of picture, in turns."""
+    jpegs = [picture(kind, seed) for seed in range(DIFFERENT)]
+    rounds: dict[str, list[dict[str, float]]] = {name: [] for name in LOADERS}
+    with tempfile.TemporaryDirectory() as folder:
+        make_shards(Path(folder), jpegs, kind.samples)
+        for _ in range(options.rounds):
+            for name, build in LOADERS.items():
+                loader = build(folder, kind.samples, options.batch_size)
+                rounds[name].append(measure(loader))
+                print(f"{kind.width}x{kind.height} {name:12} {rounds[name][-1]}", flush=True)
+    best = {
+        name: {key: max(run[key] for run in runs) for key in runs[0]}
+        for name, runs in rounds.items()
+    }
+    ours, theirs = best["multimodal"], best["openclip"]
+    return {
+        "picture": f"{kind.width}x{kind.height}",
+        "kilobytes": sum(map(len, jpegs)) / DIFFERENT / 1000,
+        **best,
+        "ratio": {key: round(ours[key] / theirs[key], 2) for key in ours},
+        "psnr": round(psnr(kind, jpegs), 1),
+        "rounds": rounds,
+    }
+
+
+def psnr(kind: Pictures, jpegs: list[bytes]) -> float:
+    """Peak signal to noise ratio in dB of our training crops, against Pillow's."""
+    from multimodal import config
+    from multimodal.data.transforms import ImageTransform, random_box
+
+    augment = config.Augment(scale=[0.9, 1.0])
+    transform = ImageTransform(SIZE, config.Preprocess(), augment)
+    errors = []
+    for seed, data in enumerate(jpegs):
+        height, width = kind.height // kind.part, kind.width // kind.part
+        box = random_box(height, width, augment, random.Random(seed))
+        top, left, height, width = (side * kind.part for side in box)
+        whole = Image.open(io.BytesIO(data)).crop((left, top, left + width, top + height))
+        expected = np.asarray(whole.resize((SIZE, SIZE), Image.Resampling.BICUBIC), np.float64)
+        ours = transform(data, seed).permute(1, 2, 0).numpy()
+        errors.append(np.square(ours - expected).mean())
+    return 10 * np.log10(255**2 / np.mean(errors))
 
 
 def measure(loader: Iterable[Any]) -> dict[str, float]:
@@ -101,7 +158,7 @@ def worker_seconds() -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def our_loader(folder: str, options: argparse.Namespace) -> Iterable[Any]:
+def our_loader(folder: str, samples: int, batch_size: int) -> Iterable[Any]:
     from multimodal import config
     from multimodal.data.loader import train_loader
     from multimodal.data.shards import ShardSource
@@ -123,16 +180,16 @@ def our_loader(folder: str, options: argparse.Namespace) -> Iterable[Any]:
         data=data,
         transform=ImageTransform(SIZE, config.Preprocess(), data.augment),
         tokenizer=tokenizer,
-        batch_size=options.batch_size,
+        batch_size=batch_size,
         start_step=0,
-        end_step=options.samples // options.batch_size,
+        end_step=samples // batch_size,
         rank=0,
         world_size=1,
         seed=0,
     )
 
 
-def openclip_loader(folder: str, options: argparse.Namespace) -> Iterable[Any]:
+def openclip_loader(folder: str, samples: int, batch_size: int) -> Iterable[Any]:
     import open_clip
     from open_clip.transform import AugmentationCfg, image_transform
     from open_clip_train import data
@@ -143,10 +200,10 @@ def openclip_loader(folder: str, options: argparse.Namespace) -> Iterable[Any]:
         data.tar_file_expander = functools.partial(data.tar_file_expander, eof_value=None)
     arguments = SimpleNamespace(
         train_data=f"{folder}/{{00000..{SHARDS - 1:05d}}}.tar",
-        train_num_samples=options.samples,
+        train_num_samples=samples,
         train_data_upsampling_factors=None,
         dataset_resampled=False,
-        batch_size=options.batch_size,
+        batch_size=batch_size,
         workers=1,
         world_size=1,
         seed=0,
@@ -156,35 +213,37 @@ def openclip_loader(folder: str, options: argparse.Namespace) -> Iterable[Any]:
     return data.get_wds_dataset(arguments, transform, is_train=True, tokenizer=tokenizer).dataloader
 
 
-def make_shards(folder: Path, samples: int) -> float:
-    """Write the shards; `DIFFERENT` pictures are used over and over. Returns KB a picture."""
-    pictures = [picture(seed) for seed in range(DIFFERENT)]
+LOADERS = {"openclip": openclip_loader, "multimodal": our_loader}
+
+
+def make_shards(folder: Path, jpegs: list[bytes], samples: int) -> None:
+    """Write the shards; the few pictures are used over and over."""
     for shard in range(SHARDS):
         with tarfile.open(folder / f"{shard:05d}.tar", "w") as tar:
             for place in range(samples // SHARDS):
                 number = shard * (samples // SHARDS) + place
-                jpeg, text = pictures[number % DIFFERENT], caption(number).encode()
+                jpeg, text = jpegs[number % DIFFERENT], caption(number).encode()
                 for ending, content in (("jpg", jpeg), ("txt", text), ("json", b"{}")):
                     info = tarfile.TarInfo(f"{shard:05d}{place:04d}.{ending}")
                     info.size = len(content)
                     tar.addfile(info, io.BytesIO(content))
-    return sum(map(len, pictures)) / DIFFERENT / 1000
 
 
-def picture(seed: int) -> bytes:
-    """A JPEG of about 54 KB with what a photograph has: smooth areas, edges and grain."""
+def picture(kind: Pictures, seed: int) -> bytes:
+    """A JPEG with what a photograph has: smooth areas, edges and grain."""
+    width, height = kind.width, kind.height
     rng = np.random.default_rng(seed)
-    pixels = np.zeros((HEIGHT, WIDTH, 3), np.float32)
+    pixels = np.zeros((height, width, 3), np.float32)
     for cells, weight in ((3, 90), (9, 50), (27, 28), (81, 14)):
         noise = Image.fromarray(rng.integers(0, 256, (cells, cells, 3), dtype=np.uint8))
-        layer = np.asarray(noise.resize((WIDTH, HEIGHT), Image.Resampling.BICUBIC), np.float32)
+        layer = np.asarray(noise.resize((width, height), Image.Resampling.BICUBIC), np.float32)
         pixels += weight * (layer / 255 - 0.5)
-    rows, columns = np.mgrid[:HEIGHT, :WIDTH]
+    rows, columns = np.mgrid[:height, :width]
     for _ in range(12):
-        angle, shift = rng.uniform(0, 2 * np.pi), rng.uniform(0, 400)
+        angle, shift = rng.uniform(0, 2 * np.pi), rng.uniform(0, 0.8 * width)
         side = columns * np.cos(angle) + rows * np.sin(angle) > shift
         pixels[side] += rng.uniform(-25, 25, 3)
-    pixels += rng.normal(0, 7, pixels.shape)
+    pixels += rng.normal(0, kind.grain, pixels.shape)
     file = io.BytesIO()
     Image.fromarray((pixels + 128).clip(0, 255).astype(np.uint8)).save(file, "JPEG", quality=90)
     return file.getvalue()
