@@ -262,13 +262,16 @@ class Preprocess(Section):
     """Scale the shorter side and crop the centre, or squash to a square."""
 
 
+Cleaning = Literal["unescape", "punctuation", "whitespace", "lower"]
+
+
 class BpeTokenizer(Section):
     """Byte-level BPE, trained on the run's own captions."""
 
     kind: Literal["bpe"]
     """Train a byte-level BPE on the training captions."""
-    lowercase: bool = True
-    """Lower-case texts first."""
+    clean: list[Cleaning] = ["whitespace", "lower"]
+    """Any of: `unescape` HTML, drop `punctuation`, join runs of `whitespace`, `lower` the case."""
 
 
 class HfTokenizer(Section):
@@ -278,8 +281,8 @@ class HfTokenizer(Section):
     """A fast tokenizer of the transformers library."""
     name: str
     """Hub name or local folder."""
-    lowercase: bool = False
-    """Lower-case texts first, where the tokenizer itself does not."""
+    clean: list[Cleaning] = []
+    """As for `bpe`, before its own rules. SigLIP: all but `unescape`; SigLIP 2: `lower`."""
 
 
 ImageTower = Annotated[VitImage | TimmImage, Field(discriminator="kind")]
@@ -379,8 +382,8 @@ class Data(Section):
     """The training pairs."""
     augment: Augment = Augment()
     """Random changes to the pictures."""
-    caption: Literal["first", "random"] = "random"
-    """Which caption of a sample that has several; `random` is seeded by sample position."""
+    caption: Literal["first", "random", "all"] = "random"
+    """Of several captions the first, a seeded draw, or in turn: n epochs see `all` n once each."""
     templates: Annotated[list[str], Field(min_length=1)] = ["{}"]
     """Texts around the caption, one drawn for each sample, such as `a photo of {}`."""
     shuffle_window: PositiveInt = 1_000_000

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer as Backend
+
+_HUB_SECONDS = 20
 
 
 class HfParts(NamedTuple):
@@ -59,24 +62,49 @@ def read_hf_tokenizer(name: str) -> HfParts:
 
 
 def _load(name: str) -> Any:
-    """A fast tokenizer of transformers.
+    """A fast tokenizer of transformers: of a folder or the cache, else from the hub."""
+    found, reason = _read(name, local_files_only=True)
+    if found is None and not Path(name).is_dir():
+        reason = _why_not_on_hub(name)
+        if reason is None:
+            found, reason = _read(name, local_files_only=False)
+    if found is None:
+        raise ValueError(
+            f"tokenizer.name={name!r}: no fast tokenizer found ({reason}). Give a local folder "
+            "with tokenizer.json, or the name of a model on the hub, with a network and "
+            "HF_HUB_OFFLINE unset; tokenizer.kind=bpe needs neither"
+        )
+    return found
+
+
+def _read(name: str, *, local_files_only: bool) -> tuple[Any, str]:
+    """A fast tokenizer, or None and why not.
 
     Families with a slow class only (SigLIP) are read from their `tokenizer.json`.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    errors: list[Exception] = []
+    reasons = []
     for kind in (AutoTokenizer, PreTrainedTokenizerFast):
         try:
-            found = kind.from_pretrained(name, trust_remote_code=False)
+            found = kind.from_pretrained(
+                name, trust_remote_code=False, local_files_only=local_files_only
+            )
         except (OSError, ValueError, ImportError, KeyError, TypeError) as error:
-            errors.append(error)
+            reasons.append(str(error))
             continue
         if hasattr(found, "backend_tokenizer"):
-            return found
-        errors.append(TypeError(f"{type(found).__name__} is not a fast tokenizer"))
-    reason = str(errors[0]).strip().split("\n")[0]
-    raise ValueError(
-        f"tokenizer.name={name!r}: no fast tokenizer found ({reason}). Give a local folder with "
-        "tokenizer.json, or the name of a model on the hub, with a network and HF_HUB_OFFLINE unset"
-    )
+            return found, ""
+        reasons.append(f"{type(found).__name__} is not a fast tokenizer")
+    return None, reasons[0].strip().split("\n")[0]
+
+
+def _why_not_on_hub(name: str) -> str | None:
+    """Ask the hub once; without a network, transformers would try again for minutes."""
+    from huggingface_hub import model_info
+
+    try:
+        model_info(name, timeout=_HUB_SECONDS)
+    except Exception as error:  # of requests or of httpx, by the version of huggingface_hub
+        return str(error).strip().split("\n")[0] or type(error).__name__
+    return None

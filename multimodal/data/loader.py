@@ -21,6 +21,7 @@ from multimodal.data.source import NO_CAPTION, BadSample, Sample, Source
 from multimodal.data.text import Tokenizer
 from multimodal.data.transforms import ImageTransform
 
+_NUL = "caption with a NUL"
 _BAD_IN_A_ROW = 100
 """Candidates for one place in a batch, after which the data count as unusable."""
 _STALLED_SECONDS = 600
@@ -217,20 +218,33 @@ class _TrainSteps(Dataset):
 
     def _prepared(self, index: int, epoch: int, position: int) -> tuple[Sample, Tensor, str]:
         sample = self._reading.read(index)
-        caption = self._text(sample, epoch, position)
+        caption = self._text(sample, index, epoch, position)
         seed = seed_for(self._seed, epoch, position, "image")
         return sample, _pixels(sample, self._transform, seed), caption
 
-    def _text(self, sample: Sample, epoch: int, position: int) -> str:
+    def _text(self, sample: Sample, index: int, epoch: int, position: int) -> str:
         """One caption in one template, chosen by the seed of the position."""
-        captions, templates = sample.captions, self._data.templates
-        if not captions:
+        if not sample.captions:
             raise BadSample(NO_CAPTION, sample.key)
-        chosen = 0
-        if self._data.caption == "random":
-            chosen = seed_for(self._seed, epoch, position, "caption") % len(captions)
+        caption = self._caption(sample.captions, index, epoch, position)
+        if "\0" in caption:
+            raise BadSample(_NUL, sample.key, repr(caption[:80]))
+        if self._tokenizer.is_blank(caption):
+            raise BadSample(NO_CAPTION, sample.key, f"cleaning leaves nothing of {caption[:80]!r}")
+        templates = self._data.templates
         template = templates[seed_for(self._seed, epoch, position, "template") % len(templates)]
-        return template.replace("{}", captions[chosen])
+        return template.replace("{}", caption)
+
+    def _caption(self, captions: tuple[str, ...], index: int, epoch: int, position: int) -> str:
+        match self._data.caption:
+            case "first":
+                chosen = 0
+            case "random":
+                chosen = seed_for(self._seed, epoch, position, "caption")
+            case "all":
+                # Where a sample starts does not depend on the epoch, so each epoch is one further.
+                chosen = epoch + seed_for(self._seed, 0, index, "first caption")
+        return captions[chosen % len(captions)]
 
 
 class _EvalBatches(Dataset):

@@ -1,17 +1,22 @@
 """Texts to token ids: a byte-level BPE trained on the run's captions, or one from transformers.
 
-    texts -> ids of the plain text -> cut -> start and end token around -> padded on the right
+    texts -> clean -> ids of the plain text -> cut -> start and end token around -> pad on the right
 
-The library's tokenizer sees the user's text only. Start, end and padding are put around it here, by
-id, so that each text has exactly one start (where the family has one) and one end, the end is last
-also when the text is cut, and the characters `<|endoftext|>` in a caption are but characters.
+Cleaning is part of the tokenizer: it is stored with the model, and a text is cleaned alike in
+training and in use. It needs no optional package. The library's tokenizer sees the user's text
+only. Start, end and padding are put around it here, by id, so that each text has exactly one start
+(where the family has one) and one end, the end is last also when the text is cut, and the
+characters `<|endoftext|>` in a caption are but characters.
 """
 
 from __future__ import annotations
 
+import html
 import json
 import logging
 import os
+import re
+import string
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +26,7 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, tra
 from tokenizers import Tokenizer as Backend
 from torch import Tensor
 
-from multimodal.config import BpeTokenizer, HfTokenizer, TokenizerSection
+from multimodal.config import BpeTokenizer, Cleaning, HfTokenizer, TokenizerSection
 from multimodal.data.hf_tokenizer import read_hf_tokenizer
 
 # Loader processes are forked, and a thread pool of the parent would hang there.
@@ -62,7 +67,7 @@ class Tokenizer:
         context_length: Longest text in tokens, start and end included.
         fixed_length: Pad each batch to `context_length`. Otherwise to its longest text, rounded up
             to a multiple of 8.
-        lowercase: Whether the run asked for lower case. The backend's normalizer does it.
+        unescape: Turn HTML entities into characters first. All other cleaning is in the backend.
 
     Raises:
         ValueError: when the numbers contradict each other.
@@ -78,7 +83,7 @@ class Tokenizer:
         vocab_size: int,
         context_length: int,
         fixed_length: bool,
-        lowercase: bool,
+        unescape: bool,
     ):
         self.bos_id = bos_id
         self.eos_id = eos_id
@@ -86,7 +91,7 @@ class Tokenizer:
         self.vocab_size = vocab_size
         self.context_length = context_length
         self.fixed_length = fixed_length
-        self.lowercase = lowercase
+        self.unescape = unescape
         self._start = [] if bos_id is None else [bos_id]
         self._backend = Backend.from_str(backend.to_str())
         self._backend.no_truncation()
@@ -119,9 +124,17 @@ class Tokenizer:
         for index, text in enumerate(texts):
             if not isinstance(text, str):
                 raise TypeError(f"texts[{index}] is a {type(text).__name__}, not a str: {text!r}")
-        clean = [_valid_unicode(text) for text in texts]
-        encodings = self._backend.encode_batch_fast(clean, add_special_tokens=False)
+        prepared = [self._prepared(text) for text in texts]
+        encodings = self._backend.encode_batch_fast(prepared, add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
+
+    def is_blank(self, text: str) -> bool:
+        """Whether cleaning leaves nothing of a text."""
+        normalizer, prepared = self._backend.normalizer, self._prepared(text)
+        return not (normalizer.normalize_str(prepared) if normalizer else prepared).strip()
+
+    def _prepared(self, text: str) -> str:
+        return _prepare(text, unescape=self.unescape)
 
     def _row(self, ids: list[int]) -> list[int]:
         whole = self._whole(ids)
@@ -149,7 +162,7 @@ class Tokenizer:
             "vocab_size": self.vocab_size,
             "context_length": self.context_length,
             "fixed_length": self.fixed_length,
-            "lowercase": self.lowercase,
+            "unescape": self.unescape,
         }
 
     def save(self, folder: str | Path) -> None:
@@ -172,7 +185,7 @@ class Tokenizer:
         if not path.is_file():
             raise FileNotFoundError(f"{path} is missing: the model folder is not complete")
         expected = {"bos_id", "eos_id", "pad_id", "vocab_size"}
-        expected |= {"context_length", "fixed_length", "lowercase"}
+        expected |= {"context_length", "fixed_length", "unescape"}
         if wrong := sorted(expected ^ set(settings)):
             raise ValueError(f"tokenizer settings: {', '.join(wrong)} missing or unknown")
         try:
@@ -220,7 +233,7 @@ def build_tokenizer(
     lengths = {"context_length": context_length, "fixed_length": fixed_length}
     match section:
         case BpeTokenizer():
-            tokenizer = _train(captions, vocab_size, lowercase=section.lowercase, **lengths)
+            tokenizer = _train(section, captions, vocab_size, **lengths)
         case HfTokenizer():
             tokenizer = _from_transformers(section, **lengths)
         case _:
@@ -234,7 +247,7 @@ def build_tokenizer(
 
 
 def _train(
-    captions: Iterable[str], vocab_size: int | None, *, lowercase: bool, **lengths: Any
+    section: BpeTokenizer, captions: Iterable[str], vocab_size: int | None, **lengths: Any
 ) -> Tokenizer:
     """Train a byte-level BPE. The special ids follow those of the text.
 
@@ -252,10 +265,7 @@ def _train(
             f"{least}, for 256 bytes and {_SPECIALS} special tokens"
         )
     backend = Backend(models.BPE())
-    steps = [normalizers.NFC(), normalizers.Replace(Regex(r"\s+"), " "), normalizers.Strip()]
-    if lowercase:
-        steps.append(normalizers.Lowercase())
-    backend.normalizer = normalizers.Sequence(steps)
+    backend.normalizer = normalizers.Sequence([normalizers.NFC(), *_cleaning(section.clean)])
     # With a space before the first word too, a word has the same ids anywhere in a text.
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     backend.decoder = decoders.ByteLevel()
@@ -265,7 +275,8 @@ def _train(
         initial_alphabet=sorted(_ALPHABET),
         show_progress=False,
     )
-    backend.train_from_iterator(map(_valid_unicode, captions), trainer)
+    texts = (_prepare(caption, unescape="unescape" in section.clean) for caption in captions)
+    backend.train_from_iterator(texts, trainer)
     first = _count_ids(backend)
     logger.info("trained a tokenizer of %d ids", first + _SPECIALS)
     return Tokenizer(
@@ -274,25 +285,47 @@ def _train(
         eos_id=first + 2,
         pad_id=first + 1,
         vocab_size=first + _SPECIALS,
-        lowercase=lowercase,
+        unescape="unescape" in section.clean,
         **lengths,
     )
 
 
 def _from_transformers(section: HfTokenizer, **lengths: Any) -> Tokenizer:
     found = read_hf_tokenizer(section.name)
-    if section.lowercase:
-        steps = [found.backend.normalizer] if found.backend.normalizer is not None else []
-        found.backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *steps])
+    if steps := _cleaning(section.clean):
+        own = [found.backend.normalizer] if found.backend.normalizer is not None else []
+        found.backend.normalizer = normalizers.Sequence([*steps, *own])
     return Tokenizer(
         found.backend,
         bos_id=found.bos_id,
         eos_id=found.eos_id,
         pad_id=found.pad_id,
         vocab_size=max(_count_ids(found.backend), found.pad_id + 1),
-        lowercase=section.lowercase,
+        unescape="unescape" in section.clean,
         **lengths,
     )
+
+
+def _cleaning(steps: list[Cleaning]) -> list[normalizers.Normalizer]:
+    """What of the cleaning the library does; it is saved with its tokenizer.
+
+    `punctuation` is SigLIP's rule (`canonicalize_text` in big_vision's
+    evaluators/proj/image_text/prompt_engineering.py): `_` becomes a space, other ASCII punctuation
+    nothing.
+    """
+    punctuation = Regex(f"[{re.escape(string.punctuation)}]")
+    known: dict[Cleaning, list[normalizers.Normalizer]] = {
+        "punctuation": [normalizers.Replace("_", " "), normalizers.Replace(punctuation, "")],
+        "whitespace": [normalizers.Replace(Regex(r"\s+"), " "), normalizers.Strip()],
+        "lower": [normalizers.Lowercase()],
+    }
+    return [each for step, parts in known.items() if step in steps for each in parts]
+
+
+def _prepare(text: str, *, unescape: bool) -> str:
+    """What is done to a text before the library sees it."""
+    text = _valid_unicode(text)
+    return html.unescape(html.unescape(text)) if unescape else text
 
 
 def _spell_out(backend: Backend, ends: set[int]) -> dict[int, list[int]]:

@@ -48,6 +48,7 @@ from multimodal.train.run_folder import (
 from multimodal.train.schedule import Schedule, plan
 from multimodal.train.start import (
     check_fingerprint,
+    check_tokenizer,
     open_data,
     prepare,
     starting_model,
@@ -83,6 +84,7 @@ def train(config: Config) -> None:
         check_micro_batch_size(config.train, accelerator.device)
         step_positions(0, batch_size=config.train.batch_size, rank=rank(), world_size=world_size())
         source = open_data(config)
+        check_tokenizer(config)
         schedule = plan(config.train, config.optim, data_size=len(source))
         with locked(run) as lock:
             changes = on_main(lambda: changed_settings(run, config))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -168,12 +168,28 @@ def _refuse_batch_norm(model: nn.Module) -> None:
         )
 
 
+def check_tokenizer(config: Config) -> None:
+    """See that a new run's tokenizer can be had and fits the model, before anything is written.
+
+    A run that has checkpoints resumes with the tokenizer in them.
+
+    Raises:
+        ValueError: on all ranks, when it cannot.
+    """
+    on_main(lambda: _has_checkpoints(config.run) or _build_tokenizer(config, captions=()))
+
+
+def _has_checkpoints(run: str) -> bool:
+    return any(Path(run, "checkpoints").glob("step-*"))
+
+
 def _new_tokenizer(config: Config, source: Source) -> Tokenizer:
     """Built on rank 0; the others read what it saved."""
     with tempfile.TemporaryDirectory() as folder:
 
         def build() -> tuple[dict, dict[str, bytes]]:
-            tokenizer = _build_tokenizer(config, source)
+            captions = _training_texts(source, config.data.templates)
+            tokenizer = _build_tokenizer(config, captions)
             tokenizer.save(Path(folder))
             return tokenizer.settings(), {p.name: p.read_bytes() for p in Path(folder).iterdir()}
 
@@ -183,7 +199,7 @@ def _new_tokenizer(config: Config, source: Source) -> Tokenizer:
         return Tokenizer.load(Path(folder), settings)
 
 
-def _build_tokenizer(whole: Config, source: Source) -> Tokenizer:
+def _build_tokenizer(whole: Config, captions: Iterable[str]) -> Tokenizer:
     text = whole.model.text
     ours = isinstance(text, config.TransformerText)
     return build_tokenizer(
@@ -191,7 +207,7 @@ def _build_tokenizer(whole: Config, source: Source) -> Tokenizer:
         context_length=text.context_length,
         fixed_length=ours and text.fixed_length,
         vocab_size=text.vocab_size if ours else None,
-        captions=_training_texts(source, whole.data.templates),
+        captions=captions,
     )
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoImageProcessor, CLIPModel, SiglipModel
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from multimodal import config
 from multimodal.data.text import Tokenizer, build_tokenizer
@@ -40,10 +41,21 @@ def load_hf(name: str) -> tuple[config.Model, TwoTower, Tokenizer]:
             "config.json, model.safetensors, tokenizer.json and preprocessor_config.json of a "
             f"{' or '.join(_KINDS)} model, or a hub name where there is a network"
         ) from error
-    # SigLIP was trained on lower-case texts, and not each of its tokenizer files says so.
-    tokenizer = config.HfTokenizer(kind="hf", name=name, lowercase=kind == "siglip")
+    tokenizer = config.HfTokenizer(kind="hf", name=name, clean=_clean(kind, name))
     section, model = convert(theirs, tokenizer=tokenizer, preprocess=_preprocess(processor))
     return section, model, _tokenizer(section)
+
+
+def _clean(kind: str, name: str) -> list[config.Cleaning]:
+    """What is done to texts by code of transformers, or before it, but not by tokenizer.json.
+
+    SigLIP's own class drops punctuation. SigLIP 2 has Gemma's, and was trained on lower case.
+    """
+    if kind != "siglip":
+        return []
+    described = get_tokenizer_config(name).get("tokenizer_class") or ""
+    siglip_1 = described.startswith("SiglipTokenizer")
+    return ["punctuation", "whitespace", "lower"] if siglip_1 else ["lower"]
 
 
 def _tokenizer(section: config.Model) -> Tokenizer:

@@ -181,6 +181,35 @@ def test_random_captions_and_templates_are_drawn_evenly_and_anew_each_epoch(toke
     assert min(map(len, pictures)) >= 5
 
 
+class Several(Made):
+    """Samples with one to four captions."""
+
+    def read(self, index):
+        sample = super().read(index)
+        captions = tuple(f"{word} {index}" for word in "abcd"[: 1 + index % 4])
+        return Sample(sample.key, sample.image, captions, sample.meta)
+
+
+def test_all_captions_of_a_sample_come_in_turn(tokenizer):
+    """In any n epochs each of a sample's n captions is seen once, and an epoch stays an epoch."""
+    rows = rows_of(make(Several(), tokenizer, caption="all", templates=["{}"], steps=(0, 55)))
+    epochs = [rows[start : start + 41] for start in range(0, 8 * 41, 41)]
+    seen = [{row[1]: row[3] for row in epoch} for epoch in epochs]
+    for index in range(41):
+        captions = [f"{word} {index}" for word in "abcd"[: 1 + index % 4]]
+        texts = [epoch[f"k{index}"] for epoch in seen]
+        for start in range(8 - len(captions)):
+            assert sorted(texts[start : start + len(captions)]) == captions
+    assert len({text.split()[0] for text in seen[0].values()}) == 4, "not all start with the first"
+
+
+def test_all_captions_come_in_the_same_turn_for_every_start_and_rank_count(tokenizer):
+    options = {"caption": "all", "templates": ["{}"]}
+    whole = [row[3] for row in global_rows(Several(), tokenizer, 1, steps=(0, 20), **options)]
+    later = [row[3] for row in global_rows(Several(), tokenizer, 3, steps=(9, 20), **options)]
+    assert later == whole[54:]
+
+
 def test_braces_in_a_caption_are_text(tokenizer):
     class Braces(Made):
         def read(self, index):

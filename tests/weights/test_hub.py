@@ -1,5 +1,7 @@
 """Models saved by transformers are read from their folder, and give what they give there."""
 
+import json
+
 import pytest
 import torch
 from tiny import picture
@@ -15,6 +17,7 @@ from transformers import (
 )
 
 from multimodal.weights.hf import features_of
+from multimodal.weights.hub import _clean as clean_of
 from multimodal.weights.load import load
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -73,6 +76,15 @@ def test_siglip_folder_is_read_with_its_preprocessing(tmp_path):
     assert ours.config.preprocess.mean == [0.5, 0.5, 0.5]
     assert ours.logit_bias() is not None
     assert ours.classify([picture(0)], ["a", "b"]).sum() == pytest.approx(1)
+
+
+@pytest.mark.parametrize(("kind", "drops"), [("SiglipTokenizer", True), ("GemmaTokenizer", False)])
+def test_siglip_drops_punctuation_and_siglip_2_lowers_the_case_only(tmp_path, kind, drops):
+    described = tmp_path / "tokenizer_config.json"
+    described.write_text(json.dumps({"tokenizer_class": kind}))
+    steps = ["punctuation", "whitespace", "lower"] if drops else ["lower"]
+    assert clean_of("siglip", str(tmp_path)) == steps
+    assert clean_of("clip", str(tmp_path)) == []
 
 
 def test_a_model_of_another_kind_is_refused(tmp_path):
