@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-from multimodal.data.images import decode
+from multimodal.data.decode import decode
 from multimodal.data.source import BadSample
 
 _MAGIC = (

@@ -7,7 +7,6 @@ import torch
 from made_data import jpeg, pairs, write_tar
 
 from multimodal.config import Augment, BpeTokenizer, Data, FolderSource, Preprocess
-from multimodal.data import loader as loading
 from multimodal.data.loader import eval_loader, step_positions, train_loader
 from multimodal.data.order import Order
 from multimodal.data.shards import ShardSource

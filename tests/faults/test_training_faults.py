@@ -19,10 +19,10 @@ from multimodal import cli
 from multimodal.config import BpeTokenizer, Data, Preprocess
 from multimodal.config import ShardsSource as Shards
 from multimodal.data import loader as loading
-from multimodal.data.images import ImageTransform
 from multimodal.data.loader import eval_loader, train_loader
 from multimodal.data.shards import ShardSource
 from multimodal.data.text import build_tokenizer
+from multimodal.data.transforms import ImageTransform
 from multimodal.train import loop
 from multimodal.train.loop import train
 
