@@ -45,6 +45,8 @@ class Batch:
         keys: Sample names.
         positions: int64 [B], global positions in the training order.
         captions: The texts that `tokens` encode.
+        image_ids: int64 [B], equal for pictures of equal bytes.
+        text_ids: int64 [B], equal for equal captions, whatever template they stand in.
         skipped: Samples of these positions that others took the place of.
     """
 
@@ -54,6 +56,8 @@ class Batch:
     keys: list[str]
     positions: Tensor
     captions: list[str]
+    image_ids: Tensor
+    text_ids: Tensor
     skipped: list[Skip] = field(default_factory=list)
 
     def to(self, device: torch.device | str) -> Batch:
@@ -64,11 +68,6 @@ class Batch:
         """Some of its rows, as views; the skipped samples are of the whole."""
         cut = {f.name: getattr(self, f.name)[rows] for f in fields(self) if f.name != "skipped"}
         return replace(self, **cut)
-
-    def identities(self) -> dict[str, Tensor]:
-        """`image_ids` and `text_ids`, int64 [B]: equal for equal keys and captions."""
-        ids = {"image_ids": hash64(self.keys), "text_ids": hash64(self.captions)}
-        return {name: x.to(self.images.device) for name, x in ids.items()}
 
     def pin_memory(self) -> Batch:
         """Called by the DataLoader."""
@@ -104,9 +103,10 @@ class EvalBatch:
         return _map_tensors(self, torch.Tensor.pin_memory)
 
 
-def hash64(texts: Iterable[str]) -> Tensor:
-    """The 64-bit BLAKE2b hash of each text, as int64 [n]."""
-    digests = (hashlib.blake2b(text.encode(), digest_size=8).digest() for text in texts)
+def hash64(values: Iterable[str | bytes]) -> Tensor:
+    """The 64-bit BLAKE2b hash of each value, as int64 [n]."""
+    encoded = (value.encode() if isinstance(value, str) else value for value in values)
+    digests = (hashlib.blake2b(value, digest_size=8).digest() for value in encoded)
     return torch.from_numpy(np.frombuffer(b"".join(digests), dtype="<i8").astype(np.int64))
 
 

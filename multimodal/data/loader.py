@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
 from multimodal import config
-from multimodal.data.batch import Batch, EvalBatch, Skip
+from multimodal.data.batch import Batch, EvalBatch, Skip, hash64
 from multimodal.data.order import Order, seed_for
 from multimodal.data.source import NO_CAPTION, BadSample, Sample, Source
 from multimodal.data.text import Tokenizer
@@ -151,6 +152,18 @@ def _start_worker(worker: int) -> None:
     torch.set_num_threads(1)
 
 
+class _Row(NamedTuple):
+    """One pair of a batch."""
+
+    key: str
+    pixels: Tensor
+    image_id: Tensor
+    """int64 [1]"""
+    caption: str
+    text: str
+    """The caption in its template."""
+
+
 class _TrainSteps(Dataset):
     """Map from a step's number to this rank's batch."""
 
@@ -179,24 +192,23 @@ class _TrainSteps(Dataset):
         positions = step_positions(
             step, batch_size=self._batch_size, rank=self._rank, world_size=self._world_size
         )
-        images, keys, captions, skipped = [], [], [], []
-        for position in positions:
-            sample, pixels, caption = self._usable(position, skipped)
-            images.append(pixels)
-            keys.append(sample.key)
-            captions.append(caption)
+        skipped: list[Skip] = []
+        rows = [self._usable(position, skipped) for position in positions]
+        captions = [row.text for row in rows]
         texts = self._tokenizer.encode(captions)
         return Batch(
-            images=_stacked(images),
+            images=_stacked([row.pixels for row in rows]),
             tokens=texts.tokens,
             lengths=texts.lengths,
-            keys=keys,
+            keys=[row.key for row in rows],
             positions=torch.tensor(positions),
             captions=captions,
+            image_ids=torch.cat([row.image_id for row in rows]),
+            text_ids=hash64(row.caption for row in rows),
             skipped=skipped,
         )
 
-    def _usable(self, position: int, skipped: list[Skip]) -> tuple[Sample, Tensor, str]:
+    def _usable(self, position: int, skipped: list[Skip]) -> _Row:
         """The sample at a position, or the nearest usable one whole batches later.
 
         Only the position's own failure is reported: each later one is met in its own batch.
@@ -216,14 +228,21 @@ class _TrainSteps(Dataset):
             f"from position {position} on; the first: {failures[0]}; the last: {failures[-1]}"
         )
 
-    def _prepared(self, index: int, epoch: int, position: int) -> tuple[Sample, Tensor, str]:
+    def _prepared(self, index: int, epoch: int, position: int) -> _Row:
         sample = self._reading.read(index)
-        caption = self._text(sample, index, epoch, position)
+        caption = self._checked_caption(sample, index, epoch, position)
+        templates = self._data.templates
+        template = templates[seed_for(self._seed, epoch, position, "template") % len(templates)]
         seed = seed_for(self._seed, epoch, position, "image")
-        return sample, _pixels(sample, self._transform, seed), caption
+        return _Row(
+            key=sample.key,
+            pixels=_pixels(sample, self._transform, seed),
+            image_id=hash64([sample.image or b""]),
+            caption=caption,
+            text=template.replace("{}", caption),
+        )
 
-    def _text(self, sample: Sample, index: int, epoch: int, position: int) -> str:
-        """One caption in one template, chosen by the seed of the position."""
+    def _checked_caption(self, sample: Sample, index: int, epoch: int, position: int) -> str:
         if not sample.captions:
             raise BadSample(NO_CAPTION, sample.key)
         caption = self._caption(sample.captions, index, epoch, position)
@@ -231,9 +250,7 @@ class _TrainSteps(Dataset):
             raise BadSample(_NUL, sample.key, repr(caption[:80]))
         if self._tokenizer.is_blank(caption):
             raise BadSample(NO_CAPTION, sample.key, f"cleaning leaves nothing of {caption[:80]!r}")
-        templates = self._data.templates
-        template = templates[seed_for(self._seed, epoch, position, "template") % len(templates)]
-        return template.replace("{}", caption)
+        return caption
 
     def _caption(self, captions: tuple[str, ...], index: int, epoch: int, position: int) -> str:
         match self._data.caption:

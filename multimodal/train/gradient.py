@@ -141,8 +141,8 @@ def _loss_gradient(
 ) -> tuple[Tensor, Features, dict[str, Tensor]]:
     """The loss, the features without a graph, and the gradient of those that learn, by name."""
     leaves = Features(*(_leaf(x) for x in features))
-    ids = {name: x.to(leaves.logit_scale.device) for name, x in batch.identities().items()}
-    value = loss(*leaves, **ids)
+    device = leaves.logit_scale.device
+    value = loss(*leaves, image_ids=batch.image_ids.to(device), text_ids=batch.text_ids.to(device))
     learning = {n: x for n, x in leaves._asdict().items() if x is not None and x.requires_grad}
     found = torch.autograd.grad(value, list(learning.values()), materialize_grads=True)
     plain = Features(*(_leaf(x, learns=False) for x in features))

@@ -101,14 +101,12 @@ def rehearse(
     if world_size() == 1:
         return
     size = pretrained.transform.size
-    texts = ["a", "b"]
-    tokens, lengths = pretrained.tokenizer.encode(texts)
+    tokens, lengths = pretrained.tokenizer.encode(["a", "b"])
     images = torch.zeros(2, 3, size, size, dtype=torch.uint8)
-    batch = Batch(images, tokens, lengths, keys=texts, positions=torch.arange(2), captions=texts)
-    batch = batch.to(accelerator.device)
+    batch = (x.to(accelerator.device) for x in (images, tokens, lengths))
+    ids = torch.arange(2, device=accelerator.device)
     buffers = copied_buffers(model)
-    features = model(batch.images, batch.tokens, batch.lengths)
-    accelerator.backward(loss(*features, **batch.identities()))
+    accelerator.backward(loss(*model(*batch), image_ids=ids, text_ids=ids))
     model.zero_grad(set_to_none=True)
     restore_buffers(buffers)
 

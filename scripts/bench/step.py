@@ -126,6 +126,8 @@ def random_batch(size: int) -> Batch:
         keys=keys,
         positions=torch.arange(size),
         captions=keys,
+        image_ids=torch.arange(size),
+        text_ids=torch.arange(size),
     )
 
 

@@ -1,3 +1,4 @@
+import itertools
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -178,6 +179,30 @@ def test_random_captions_and_templates_are_drawn_evenly_and_anew_each_epoch(toke
     assert max(map(len, texts)) > 2
     pictures = [{row[4] for row in rows if row[1] == f"k{i}"} for i in range(41)]
     assert min(map(len, pictures)) >= 5
+
+
+class Repeated(Made):
+    """A picture comes twice under two names, and one name stands for two pictures."""
+
+    def read(self, index):
+        sample = super().read(index)
+        captions = (f"caption {index % 5}",)
+        return Sample(f"k{index % 3}", PICTURES[index // 2 % len(PICTURES)], captions, sample.meta)
+
+
+def test_equal_pictures_and_captions_are_known_whatever_their_names_and_templates(tokenizer):
+    source = Repeated()
+    count = 0
+    for batch in make(source, tokenizer, templates=["{}", "a photo of {}", "no {}"], steps=(0, 12)):
+        words = [text.split()[-1] for text in batch.captions]
+        order = Order(source.groups(), seed=0, window=20)
+        pictures = [source.read(order.locate(p)[1]).image for p in batch.positions.tolist()]
+        for i, j in itertools.combinations(range(len(words)), 2):
+            assert (batch.text_ids[i] == batch.text_ids[j]) == (words[i] == words[j])
+            same = pictures[i] == pictures[j]
+            assert (batch.image_ids[i] == batch.image_ids[j]) == same
+            count += same and batch.keys[i] != batch.keys[j]
+    assert count
 
 
 class Several(Made):

@@ -78,12 +78,8 @@ def whole_batch(dtype):
     lengths = torch.randint(2, TOKENS + 1, (PAIRS,), generator=generator)
     keys = [f"k{i % 53}" for i in range(PAIRS)]
     captions = [f"c{i % 47}" for i in range(PAIRS)]
-    return Batch(images, tokens, lengths, keys, torch.arange(PAIRS), captions)
-
-
-def rows_of(batch, rows):
-    tensors = (batch.images[rows], batch.tokens[rows], batch.lengths[rows])
-    return Batch(*tensors, batch.keys[rows], batch.positions[rows], batch.captions[rows])
+    ids = (hash64(keys), hash64(captions))
+    return Batch(images, tokens, lengths, keys, torch.arange(PAIRS), captions, *ids)
 
 
 def gradients(module):
@@ -110,7 +106,7 @@ def ours():
         local = add_gradient(
             prepared[dtype, random],
             build_loss(section),
-            rows_of(whole_batch(dtype), own),
+            whole_batch(dtype).part(own),
             accelerator=accelerator,
             micro_batch_size=-(-rows // parts),
             seed_of=lambda part: random_state(SEED, STEP, rank(), part),
@@ -132,7 +128,7 @@ def expected(section, dtype, random, cuts):
     parts = []
     for r, part, start, end in cuts:
         torch.manual_seed(random_state(SEED, STEP, r, part))
-        rows = rows_of(batch, slice(start, end))
+        rows = batch.part(slice(start, end))
         parts.append(plain(rows.images, rows.tokens, rows.lengths))
     image, text = (torch.cat([getattr(p, side) for p in parts]) for side in ("image", "text"))
     value = definition(section, batch)(image, text, parts[0].logit_scale, parts[0].logit_bias)
@@ -146,7 +142,7 @@ def definition(section, batch):
     function = NAIVE.get(section.kind)
     if function is None or not settings.keys() <= inspect.signature(function).parameters.keys():
         settings, function = {}, build_loss(section).forward
-    ids = {"image_ids": hash64(batch.keys), "text_ids": hash64(batch.captions)}
+    ids = {"image_ids": batch.image_ids, "text_ids": batch.text_ids}
     known = inspect.signature(function).parameters
     return functools.partial(function, **settings, **{n: v for n, v in ids.items() if n in known})
 

@@ -173,8 +173,8 @@ def test_bad_pictures_are_replaced_alike_on_one_rank_and_two(tmp_path):
         "empty": "empty image",
         "text": "not an image",
         "html": "not an image",
-        "cut jpeg": "damaged image",
-        "cut png": "damaged image",
+        "cut jpeg": "image cut short",
+        "cut png": "image cut short",
     }
 
 

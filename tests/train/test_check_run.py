@@ -54,7 +54,7 @@ def test_the_command_says_so_by_its_exit_code(tmp_path):
     tree = tiny_tree(tmp_path / "run", make_shards(tmp_path / "data", 29))
     path = write_config(tmp_path / "run.yaml", tree)
     found = finish(start("-m", "multimodal", "check", str(path), "--json"))
-    assert json.loads(found[found.index("{") :])["problems"] == []
+    assert json.JSONDecoder().raw_decode(found[found.index("{") :])[0]["problems"] == []
     missing = f"data.train.path={tmp_path / 'nowhere'}"
     told = finish(start("-m", "multimodal", "check", str(path), missing), code=1)
     assert "problem: " in told and "nowhere" in told

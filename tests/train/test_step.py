@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from multimodal.config import Model, Optim
 from multimodal.config_io import check, merge, parse_override
-from multimodal.data.batch import Batch
+from multimodal.data.batch import Batch, hash64
 from multimodal.distributed import rank, world_size
 from multimodal.losses import ContrastiveLoss, SigmoidLoss
 from multimodal.models.build import build_model
@@ -37,16 +37,15 @@ def whole_batch(broken_key=None):
     images = torch.randn(PAIRS, 3, 16, 16, generator=generator)
     tokens = torch.randint(0, 300, (PAIRS, 8), generator=generator)
     keys = [f"k{i}" for i in range(PAIRS)]
+    ids = (hash64(keys), hash64(keys))
     if broken_key is not None:
         images[keys.index(broken_key), 1, 2, 3] = math.nan
-    return Batch(images, tokens, torch.full((PAIRS,), 5), keys, torch.arange(PAIRS), keys)
+    return Batch(images, tokens, torch.full((PAIRS,), 5), keys, torch.arange(PAIRS), keys, *ids)
 
 
 def own_part(batch):
     rows = PAIRS // world_size()
-    part = slice(rank() * rows, (rank() + 1) * rows)
-    tensors = (batch.images[part], batch.tokens[part], batch.lengths[part], batch.keys[part])
-    return Batch(*tensors, batch.positions[part], batch.captions[part])
+    return batch.part(slice(rank() * rows, (rank() + 1) * rows))
 
 
 def steps(count, *, overrides=(), loss=None, batch=None, clip=1.0, lr=1e-3, first=0):
