@@ -130,6 +130,8 @@ class Tokenizer:
 
     def is_blank(self, text: str) -> bool:
         """Whether cleaning leaves nothing of a text."""
+        if text[:1].isalnum() and not self.unescape:
+            return False  # most texts; the library takes 20 us to say the same
         normalizer, prepared = self._backend.normalizer, self._prepared(text)
         return not (normalizer.normalize_str(prepared) if normalizer else prepared).strip()
 
