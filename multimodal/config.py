@@ -347,7 +347,33 @@ class FolderSource(Section):
     """The folder; sub-folders are read too."""
 
 
-Source = Annotated[ShardsSource | TableSource | FolderSource, Field(discriminator="kind")]
+Part = Annotated[ShardsSource | TableSource | FolderSource, Field(discriminator="kind")]
+PartName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]
+
+
+class MixtureSource(Section):
+    """Several sources as one. Their samples are called `NAME/KEY`."""
+
+    kind: Literal["mixture"]
+    """Several named sources, of which every block of samples holds fixed numbers."""
+    sources: Annotated[dict[PartName, Part], Field(min_length=1)]
+    """The sources by name; none of them may be a mixture itself."""
+    weights: dict[PartName, PositiveFloat] | None = None
+    """Shares of the samples by name, in any unit; null takes each sample once in every epoch."""
+
+    @model_validator(mode="after")
+    def _each_source_has_a_weight(self):
+        if self.weights is not None and set(self.weights) != set(self.sources):
+            raise ValueError(
+                f"weights are given for {', '.join(sorted(self.weights))}, sources for "
+                f"{', '.join(sorted(self.sources))}; give each source a weight, or none"
+            )
+        return self
+
+
+Source = Annotated[
+    ShardsSource | TableSource | FolderSource | MixtureSource, Field(discriminator="kind")
+]
 
 
 class Augment(Section):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from multimodal import config
 from multimodal.data.folder import FolderSource
+from multimodal.data.mixture import MixtureSource
 from multimodal.data.shards import ShardSource
 from multimodal.data.source import Source
 from multimodal.data.tables import ENDINGS, TableSource
@@ -24,6 +25,11 @@ def open_source(section: config.Source) -> Source:
             return TableSource(section.path, section.image_column, section.caption_column)
         case config.FolderSource():
             return FolderSource(section.path)
+        case config.MixtureSource():
+            return MixtureSource(
+                {name: open_source(part) for name, part in section.sources.items()},
+                section.weights,
+            )
 
 
 def source_from_path(

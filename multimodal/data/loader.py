@@ -7,6 +7,7 @@ workers nor that of ranks touches the order, and resuming is starting at another
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -17,7 +18,8 @@ from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_in
 
 from multimodal import config
 from multimodal.data.batch import Batch, EvalBatch, Skip, hash64
-from multimodal.data.order import Order, seed_for
+from multimodal.data.mixture import training_order
+from multimodal.data.order import seed_for
 from multimodal.data.source import NO_CAPTION, BadSample, Sample, Source
 from multimodal.data.text import Tokenizer
 from multimodal.data.transforms import ImageTransform
@@ -61,9 +63,9 @@ def train_loader(
 ) -> DataLoader[Batch]:
     """Loader of this rank's `Batch` for each step in [start_step, end_step), in order.
 
-    An unusable sample is replaced by the one that stands whole batches later in the order, and is
-    reported in `Batch.skipped`. Within an epoch a batch never holds a sample twice; one that
-    reaches into the next epoch may.
+    An unusable sample is replaced by the next one of the same source that stands whole batches
+    later in the order, and is reported in `Batch.skipped`. Within an epoch a batch never holds a
+    sample twice; one that reaches into the next epoch may.
 
     Args:
         batch_size: Pairs in a step over all ranks.
@@ -186,7 +188,7 @@ class _TrainSteps(Dataset):
         self._rank = rank
         self._world_size = world_size
         self._seed = seed
-        self._order = Order(reading.source.groups(), seed=seed, window=data.shuffle_window)
+        self._order = training_order(reading.source, seed=seed, window=data.shuffle_window)
 
     def __getitem__(self, step: int) -> Batch:
         positions = step_positions(
@@ -213,16 +215,20 @@ class _TrainSteps(Dataset):
 
         Only the position's own failure is reported: each later one is met in its own batch.
         """
-        epoch, _ = self._order.locate(position)
+        own = self._order.locate(position)
         failures = []
-        for batches_later in range(_BAD_IN_A_ROW):
-            _, index = self._order.locate(position + batches_later * self._batch_size)
+        for candidate in itertools.count(position, self._batch_size):
+            place = self._order.locate(candidate)
+            if place.part != own.part:
+                continue
             try:
-                return self._prepared(index, epoch, position)
+                return self._prepared(place.index, own.epoch, position)
             except BadSample as error:
-                failures.append(_skip(self._reading.source, index, error, position))
-                if batches_later == 0:
-                    skipped += failures
+                failures.append(_skip(self._reading.source, place.index, error, position))
+            if candidate == position:
+                skipped += failures
+            if len(failures) == _BAD_IN_A_ROW:
+                break
         raise ValueError(
             f"{self._reading.source.description}: {_BAD_IN_A_ROW} samples in a row cannot be used, "
             f"from position {position} on; the first: {failures[0]}; the last: {failures[-1]}"

@@ -10,11 +10,38 @@ import hashlib
 from bisect import bisect_right
 from collections import OrderedDict
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 _KEPT_WINDOWS = 4
 _KEPT_EPOCHS = 2
+
+
+class Place(NamedTuple):
+    """What stands at a position.
+
+    Attributes:
+        epoch: Which pass through the data the position lies in.
+        index: Number of the sample in its source.
+        part: Number of the source within a mixture, else 0.
+    """
+
+    epoch: int
+    index: int
+    part: int = 0
+
+
+class Ordering(Protocol):
+    """An endless sequence of samples: positions 0, 1, 2, ..."""
+
+    def __len__(self) -> int:
+        """Positions in an epoch."""
+        ...
+
+    def locate(self, position: int) -> Place:
+        """The sample at a position, whatever was asked before."""
+        ...
 
 
 def seed_for(seed: int, epoch: int, position: int, stream: str) -> int:
@@ -26,7 +53,7 @@ def _hash(text: str, size: int) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=size).digest(), "little")
 
 
-def _permutation(count: int, name: str) -> np.ndarray:
+def permutation(count: int, name: str) -> np.ndarray:
     """Seeded permutation of `range(count)`, int64.
 
     It sorts the raw output of Philox, which NumPy promises never to change; of
@@ -70,18 +97,15 @@ class Order:
     def __init__(self, groups: list[int], *, seed: int, window: int):
         self._seed = seed
         self._window = window
-        self._count = sum(groups)
+        sizes = np.array(groups, np.int64)
+        self._count = int(sizes.sum())
         if self._count < 1:
             raise ValueError("the source has no samples; there is nothing to put in order")
-        starts, sizes = [], []
-        start = 0
-        for group in groups:
-            for offset in range(0, group, window):
-                starts.append(start + offset)
-                sizes.append(min(window, group - offset))
-            start += group
-        self._starts = np.array(starts, np.int64)
-        self._sizes = np.array(sizes, np.int64)
+        pieces = -(-sizes // window)
+        of_piece = np.repeat(np.arange(len(sizes)), pieces)
+        offsets = (np.arange(len(of_piece)) - (pieces.cumsum() - pieces)[of_piece]) * window
+        self._starts = (sizes.cumsum() - sizes)[of_piece] + offsets
+        self._sizes = np.minimum(window, sizes[of_piece] - offsets)
         self._epochs: OrderedDict[int, _Epoch] = OrderedDict()
         self._windows: OrderedDict[tuple[int, int], np.ndarray] = OrderedDict()
 
@@ -89,25 +113,25 @@ class Order:
         """Samples in an epoch."""
         return self._count
 
-    def locate(self, position: int) -> tuple[int, int]:
-        """Epoch and sample number at a global position (0, 1, 2, ... without end)."""
+    def locate(self, position: int) -> Place:
+        """The sample at a global position (0, 1, 2, ... without end)."""
         epoch, place = divmod(position, self._count)
-        plan = _remembered(self._epochs, epoch, _KEPT_EPOCHS, lambda: self._plan(epoch))
+        plan = remembered(self._epochs, epoch, _KEPT_EPOCHS, lambda: self._plan(epoch))
         window = bisect_right(plan.first_sample, place) - 1
-        samples = _remembered(
+        samples = remembered(
             self._windows, (epoch, window), _KEPT_WINDOWS, lambda: self._shuffled(epoch, window)
         )
-        return epoch, int(samples[place - plan.first_sample[window]])
+        return Place(epoch, int(samples[place - plan.first_sample[window]]))
 
     def _plan(self, epoch: int) -> _Epoch:
-        pieces = _permutation(len(self._starts), f"{self._seed}/{epoch}/groups")
+        pieces = permutation(len(self._starts), f"{self._seed}/{epoch}/groups")
+        ends = self._sizes[pieces].cumsum()
         first_piece, first_sample = [0], [0]
-        total = 0
-        for place, size in enumerate(self._sizes[pieces].tolist(), start=1):
-            total += size
-            if total - first_sample[-1] >= self._window or place == len(pieces):
-                first_piece.append(place)
-                first_sample.append(total)
+        while first_sample[-1] < self._count:
+            full = int(np.searchsorted(ends, first_sample[-1] + self._window))
+            last = min(full, len(ends) - 1)
+            first_piece.append(last + 1)
+            first_sample.append(int(ends[last]))
         return _Epoch(pieces, first_piece, first_sample)
 
     def _shuffled(self, epoch: int, window: int) -> np.ndarray:
@@ -117,10 +141,10 @@ class Order:
         starts, sizes = self._starts[pieces].tolist(), self._sizes[pieces].tolist()
         runs = [np.arange(start, start + size) for start, size in zip(starts, sizes, strict=True)]
         samples = np.concatenate(runs)
-        return samples[_permutation(len(samples), f"{self._seed}/{epoch}/{window}")]
+        return samples[permutation(len(samples), f"{self._seed}/{epoch}/{window}")]
 
 
-def _remembered(cache: OrderedDict, key, limit: int, make):
+def remembered(cache: OrderedDict, key, limit: int, make):
     """The cached value of `key`, made if missing; the oldest unused ones are dropped."""
     if key in cache:
         cache.move_to_end(key)

@@ -16,6 +16,7 @@ from matplotlib.figure import FigureBase
 from multimodal.config import Config, Retrieval, parse_duration
 from multimodal.data.build import open_source
 from multimodal.data.loader import step_positions
+from multimodal.data.mixture import samples_by_source
 from multimodal.data.source import Source
 from multimodal.distributed import (
     broadcast_object,
@@ -177,6 +178,7 @@ def _run(
             if schedule.is_time(config.log.every, step, minutes=minutes):
                 hashed = batch_hash(batch.keys)
                 counts = {"skipped": skipped, "nonfinite": broken.total}
+                counts |= samples_by_source(source, config.seed, schedule.samples(step))
                 row = _row(schedule, step, result, hashed)
                 report.metrics(row | result.metrics | meter.figures() | counts)
                 meter.restart()

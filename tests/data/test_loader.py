@@ -9,6 +9,7 @@ from made_data import jpeg, pairs, write_tar
 
 from multimodal.config import Augment, BpeTokenizer, Data, FolderSource, Preprocess
 from multimodal.data.loader import eval_loader, step_positions, train_loader
+from multimodal.data.mixture import MixtureSource, training_order
 from multimodal.data.order import Order
 from multimodal.data.shards import ShardSource
 from multimodal.data.source import BadSample, Sample
@@ -263,6 +264,17 @@ def test_a_bad_sample_is_replaced_from_a_later_batch_and_reported(tokenizer):
         candidates = [order.locate(row[0] + 6 * later)[1] for later in range(10)]
         good = next(index for index in candidates if index not in bad)
         assert row[1] == f"k{good}"
+
+
+def test_in_a_mixture_a_bad_sample_is_replaced_from_its_own_source(tokenizer):
+    source = MixtureSource({"a": Made(bad=(3, 8, 20)), "b": Made(count=20)}, {"a": 1, "b": 2})
+    order = training_order(source, seed=0, window=20)
+    batches = list(make(source, tokenizer, steps=(0, 30)))
+    skips = [skip for batch in batches for skip in batch.skipped]
+    assert {skip.key for skip in skips} == {"a/k3", "a/k8", "a/k20"}
+    assert {skip.place for skip in skips} == {"a/shard 0", "a/shard 1", "a/shard 2"}
+    for position, key, *_ in rows_of(batches):
+        assert key[0] == "ab"[order.locate(position).part]
 
 
 def test_a_batch_holds_no_sample_twice_when_many_are_bad(tokenizer):

@@ -11,8 +11,8 @@ few = settings(max_examples=60, deadline=None)
 
 def epoch_of(order: Order, epoch: int) -> list[int]:
     located = [order.locate(epoch * len(order) + place) for place in range(len(order))]
-    assert {found for found, _ in located} == {epoch}
-    return [index for _, index in located]
+    assert {place.epoch for place in located} == {epoch}
+    return [place.index for place in located]
 
 
 @few
