@@ -333,9 +333,11 @@ class TableSource(Section):
     path: str
     """The table; its ending names the format."""
     image_column: str = "image"
-    """Column with the picture's path, relative to the table, or its bytes (Parquet)."""
-    caption_column: str = "caption"
-    """Column with the caption, or a list of captions (JSONL, Parquet)."""
+    """Column with the picture's path, relative to the table or absolute, or its bytes (Parquet)."""
+    caption_column: str | Annotated[list[str], Field(min_length=1)] = "caption"
+    """Column with the caption or a list of captions (JSONL, Parquet); or several such columns."""
+    separator: Annotated[str, Field(min_length=1, max_length=1)] | None = None
+    """Character between columns; null takes a comma for .csv and a tab for .tsv."""
 
 
 class FolderSource(Section):

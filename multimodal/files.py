@@ -38,6 +38,11 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     to_disk(path.parent)
 
 
+def cache_folder() -> Path:
+    """Where to keep what can be made again: `multimodal` in `$XDG_CACHE_HOME` or `~/.cache`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "multimodal")
+
+
 def file_hash(path: Path) -> str:
     """SHA-256 of a file."""
     with path.open("rb") as file:

@@ -22,7 +22,9 @@ def open_source(section: config.Source) -> Source:
         case config.ShardsSource():
             return ShardSource(section.path)
         case config.TableSource():
-            return TableSource(section.path, section.image_column, section.caption_column)
+            return TableSource(
+                section.path, section.image_column, section.caption_column, section.separator
+            )
         case config.FolderSource():
             return FolderSource(section.path)
         case config.MixtureSource():

@@ -10,7 +10,6 @@ from pathlib import Path
 from multimodal.data.source import (
     IMAGE_EXTENSIONS,
     NO_CAPTION,
-    BadSample,
     Sample,
     even_groups,
     parse_sidecars,
@@ -19,14 +18,16 @@ from multimodal.data.source import (
     split_name,
 )
 
+_SIDECARS = ("txt", "json")
+
 
 class FolderSource:
     """Pictures of a folder and its sub-folders, sorted by path; the key is the relative path.
 
-    If any picture has a .txt or .json of the same name, captions come from these, and a picture
-    without one is left out. Otherwise a picture in a sub-folder has the first sub-folder's name as
-    its caption and its class. Otherwise pictures have no caption, which is enough to embed them.
-    Hidden files and folders are not read.
+    If any picture has a .txt or .json of the same name, in any case, captions come from these, and
+    a picture without one is left out. Otherwise a picture in a sub-folder has the first
+    sub-folder's name as its caption and its class. Otherwise pictures have no caption, which is
+    enough to embed them. Hidden files and folders are not read.
 
     Args:
         path: The folder.
@@ -42,10 +43,10 @@ class FolderSource:
             raise ValueError(f"{path}: there is no such folder")
         problems: Counter[str] = Counter()
         images, sidecars = _listing(self._root)
-        self._sidecars = {key for key, _ in images if key in sidecars}
+        self._sidecars = {key: sidecars[key] for key, _ in images if key in sidecars}
         if self._sidecars:
             problems[NO_CAPTION] = sum(key not in sidecars for key, _ in images)
-            problems["no image"] = len(sidecars - self._sidecars)
+            problems["no image"] = len(sidecars) - len(self._sidecars)
             images = [(key, name) for key, name in images if key in sidecars]
         self._names = [name for _, name in images]
         self.problems = {reason: count for reason, count in problems.items() if count}
@@ -68,7 +69,7 @@ class FolderSource:
         image = read_file(self._root / name, name)
         stem = split_name(name)[0]
         if stem in self._sidecars:
-            text, record = self._beside(stem, ".txt"), self._beside(stem, ".json")
+            text, record = self._beside(stem, "txt"), self._beside(stem, "json")
             captions, meta = parse_sidecars(name, text=text, record=record, label=None)
             return Sample(name, image, captions, meta)
         folder, slash, _ = name.partition("/")
@@ -85,18 +86,14 @@ class FolderSource:
             size = (self._root / name).stat().st_size
             digest.update(f"{name}\t{size}\n".encode("utf-8", "surrogateescape"))
         for key in sorted(self._sidecars):
-            for ending in (".txt", ".json"):
+            for ending in _SIDECARS:
                 if (text := self._beside(key, ending)) is not None:
                     digest.update(hashlib.sha256(text).digest())
         return digest.hexdigest()
 
     def _beside(self, stem: str, ending: str) -> bytes | None:
-        try:
-            return read_file(self._root / (stem + ending), stem)
-        except BadSample as error:
-            if error.reason == "missing file":
-                return None
-            raise
+        name = self._sidecars[stem].get(ending)
+        return None if name is None else read_file(self._root / name, stem)
 
 
 def picture_files(path: Path) -> list[Path]:
@@ -119,20 +116,25 @@ def _looked_for() -> str:
     return f"{', '.join(IMAGE_EXTENSIONS)} in any case"
 
 
-def _listing(root: Path) -> tuple[list[tuple[str, str]], set[str]]:
-    """Pictures as (relative path without ending, relative path), and paths of sidecars."""
-    images, sidecars = [], set()
+def _listing(root: Path) -> tuple[list[tuple[str, str]], dict[str, dict[str, str]]]:
+    """Pictures and the files beside them.
+
+    Returns:
+        Pictures as (relative path without ending, relative path); and by path without ending the
+        relative paths of sidecars by their ending.
+    """
+    images, sidecars = [], {}
     for folder, folders, files in os.walk(root):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         inside = Path(folder).relative_to(root).as_posix()
         prefix = "" if inside == "." else f"{inside}/"
-        for file in files:
+        for file in sorted(files):
             name = prefix + file
             key, extension = split_name(name)
             if file.startswith("."):
                 continue
             if extension in IMAGE_EXTENSIONS:
                 images.append((key, name))
-            elif file.endswith((".txt", ".json")):
-                sidecars.add(key)
+            elif extension in _SIDECARS:
+                sidecars.setdefault(key, {})[extension] = name
     return sorted(images, key=lambda pair: pair[1]), sidecars

@@ -2,28 +2,33 @@
 
 A picture is a path relative to the table (or absolute), or, in Parquet, its bytes: a binary column
 or a struct with a field `bytes`, as the Hugging Face datasets library writes it. Every other
-column with scalar values becomes metadata. Text such as `None` or `NA` stays text.
+column with scalar values becomes metadata. Text such as `None`, `NA` or `007` stays text.
 """
 
 from __future__ import annotations
 
+import csv as plain_csv
+import difflib
 import hashlib
 import json
-import logging
-import os
-from collections import OrderedDict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import pyarrow as pa
+import pyarrow.compute
 from pyarrow import csv, parquet
 
+from multimodal.data.row_file import RowFile
 from multimodal.data.source import BadSample, Sample, Scalar, clean_captions, even_groups, read_file
+from multimodal.files import file_hash
 
 ENDINGS = (".csv", ".tsv", ".jsonl", ".parquet")
+compute: Any = pyarrow.compute  # whose functions are made at run time
 _SEPARATORS = {".csv": ",", ".tsv": "\t"}
-_KEPT_ROW_GROUPS = 8
-log = logging.getLogger(__name__)
+_NO_ROWS = "{}: the table has no rows; it needs one for each picture"
+_IN_MEMORY = 256 << 20
+"""Bytes, unpacked, above which a Parquet table with pictures is not held in memory."""
 
 
 class TableSource:
@@ -32,23 +37,33 @@ class TableSource:
     Args:
         path: The table; its ending names the format.
         image_column: Column with the picture's path or bytes.
-        caption_column: Column with the caption, or with a list of captions.
+        caption_column: Column with the caption, or with a list of captions; or several columns,
+            whose captions follow each other.
+        separator: Character between the columns of a CSV or TSV table; None goes by the ending.
 
     Raises:
         ValueError: when the table cannot be read, lacks a column, or has no rows.
     """
 
-    def __init__(self, path: str, image_column: str = "image", caption_column: str = "caption"):
+    def __init__(
+        self,
+        path: str,
+        image_column: str = "image",
+        caption_column: str | Sequence[str] = "caption",
+        separator: str | None = None,
+    ):
         self._path = Path(path)
-        self._image, self._caption = image_column, caption_column
+        self._image = image_column
+        single = isinstance(caption_column, str)
+        self._captions = (caption_column,) if single else tuple(caption_column)
         self.description = f"table {path}"
         self.problems: dict[str, int] = {}
         if not self._path.is_file():
             raise ValueError(f"{path}: there is no such table")
-        self._rows = _open_rows(self._path, image_column, caption_column)
+        needed = (image_column, *self._captions)
+        self._rows = _open_rows(self._path, needed, separator)
         if not len(self):
-            raise ValueError(f"{path}: the table has no rows; it needs one for each picture")
-        _check_columns(self._path, self._rows.names, image_column, caption_column)
+            raise ValueError(_NO_ROWS.format(path))
         _check_paths(self._path, self._rows, image_column)
 
     def __len__(self) -> int:
@@ -65,27 +80,40 @@ class TableSource:
             row = self._rows.row(index)
         except ValueError as error:
             raise BadSample("damaged row", number, str(error)) from error
-        picture, caption = row.pop(self._image, None), row.pop(self._caption, None)
+        picture = row.pop(self._image, None)
+        captions = tuple(
+            caption for name in self._captions for caption in clean_captions(row.pop(name, None))
+        )
         meta = {name: value for name, value in row.items() if isinstance(value, Scalar)}
         if isinstance(picture, str) and picture:
             data = read_file(self._path.parent / picture, picture)
-            return Sample(picture, data, clean_captions(caption), meta)
+            return Sample(picture, data, captions, meta)
         if isinstance(picture, dict):
             picture = picture.get("bytes")
         if not isinstance(picture, bytes) or not picture:
             raise BadSample("no image", number)
-        return Sample(number, picture, clean_captions(caption), meta)
+        return Sample(number, picture, captions, meta)
 
     def place(self, index: int) -> str:
         return self._path.name
 
     def fingerprint(self) -> str:
-        text = f"{self._path.name}\t{self._path.stat().st_size}\t{len(self)}\n"
+        is_parquet = self._path.suffix.lower() == ".parquet"
+        content = _footer_hash(self._path) if is_parquet else file_hash(self._path)
+        text = f"{self._path.name}\t{content}\t{self._image}\t{self._captions}\n"
         return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
 
 
+def _footer_hash(path: Path) -> str:
+    """Hash of a Parquet file's size and its footer, which has sizes and limits of every column."""
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        file.seek(size - 8)
+        file.seek(size - 8 - int.from_bytes(file.read(4), "little"))
+        return hashlib.sha256(f"{size}\n".encode() + file.read()).hexdigest()
+
+
 class _Rows(Protocol):
-    names: list[str]
     groups: list[int]
 
     def row(self, index: int) -> dict[str, Any]:
@@ -93,15 +121,21 @@ class _Rows(Protocol):
         ...
 
 
-def _open_rows(path: Path, image: str, caption: str) -> _Rows:
+def _open_rows(path: Path, needed: Sequence[str], separator: str | None) -> _Rows:
+    """Rows of a table whose columns are known to be there before the whole of it is read."""
     ending = path.suffix.lower()
     try:
         if ending in _SEPARATORS:
-            return _MemoryRows(_read_csv(path, _SEPARATORS[ending], (image, caption)))
+            separator = separator or _SEPARATORS[ending]
+            names = _header(path, separator)
+            _check_columns(path, names, needed, separator)
+            return _MemoryRows(_read_csv(path, separator, names, needed))
         if ending == ".jsonl":
+            _check_columns(path, _first_names(path), needed)
             return _JsonRows(path)
         if ending == ".parquet":
-            return _open_parquet(path, image, caption)
+            _check_columns(path, parquet.read_schema(path).names, needed)
+            return _open_parquet(path, needed)
     except pa.ArrowInvalid as error:
         raise ValueError(
             f"{path}: not a sound {ending} table: {error}; a text that holds a separator, a quote "
@@ -110,13 +144,21 @@ def _open_rows(path: Path, image: str, caption: str) -> _Rows:
     raise ValueError(f"{path}: unknown kind of table; use one of {', '.join(ENDINGS)}")
 
 
-def _check_columns(path: Path, names: list[str], *needed: str) -> None:
+def _check_columns(
+    path: Path, names: list[str], needed: Sequence[str], separator: str | None = None
+) -> None:
     missing = [name for name in needed if name not in names]
     if not missing:
         return
-    hint = "rename its columns, or set image_column and caption_column in a config"
-    if len(names) == 1 and any(separator in names[0] for separator in "\t,;|"):
-        hint = "its separator seems wrong: .csv means commas and .tsv means tabs"
+    near = [match for name in missing for match in difflib.get_close_matches(name, names, n=1)]
+    hint = f"did you mean {', '.join(near)}? " if near else ""
+    hint += "Rename its columns, or set image_column and caption_column in a config"
+    others = [other for other in "\t,;|" if other != separator and other in "".join(names)]
+    if separator and len(names) == 1 and others:
+        hint = (
+            f"its columns seem to be separated by {others[0]!r}, not by {separator!r}: set "
+            "separator in a config, or rename the file: .csv means commas and .tsv means tabs"
+        )
     raise ValueError(f"{path}: no column {', '.join(missing)}; it has {names}; {hint}")
 
 
@@ -132,29 +174,72 @@ def _check_paths(path: Path, rows: _Rows, image: str) -> None:
         )
 
 
-def _read_csv(path: Path, separator: str, texts: tuple[str, ...]) -> pa.Table:
+def _header(path: Path, separator: str) -> list[str]:
+    with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
+        names = next(plain_csv.reader(file, delimiter=separator), [])
+    if not names:
+        raise ValueError(f"{path}: the table is empty; its first line must name the columns")
+    return names
+
+
+def _first_names(path: Path) -> list[str]:
+    """Fields of the first line that is not empty."""
+    with path.open("rb") as file:
+        line = next((line for line in file if line.removeprefix(_BOM).strip()), None)
+    if line is None:
+        raise ValueError(_NO_ROWS.format(path))
+    try:
+        return list(_json_row(line.removeprefix(_BOM)))
+    except ValueError as error:
+        raise ValueError(
+            f"{path}: its first line is not a JSON object: {error}; a .jsonl table has one "
+            "object a line"
+        ) from error
+
+
+def _read_csv(path: Path, separator: str, names: list[str], texts: Sequence[str]) -> pa.Table:
     """All columns in memory; `texts` are kept as text, and text is never read as null."""
     table = csv.read_csv(
         path,
         parse_options=csv.ParseOptions(delimiter=separator, newlines_in_values=True),
         # Text that is not UTF-8 then spoils its own row, on reading, and not the table.
         convert_options=csv.ConvertOptions(
-            column_types=dict.fromkeys(texts, pa.string()),
+            column_types=dict.fromkeys(names, pa.string()),
             strings_can_be_null=False,
             check_utf8=False,
         ),
     )
-    times = [i for i, kind in enumerate(table.schema.types) if pa.types.is_temporal(kind)]
-    for i in times:
-        table = table.set_column(i, table.schema.names[i], table.column(i).cast(pa.string()))
+    for i, name in enumerate(table.column_names):
+        if name not in texts:
+            table = table.set_column(i, name, _typed(table.column(i)))
     return table
 
 
-def _open_parquet(path: Path, image: str, caption: str) -> _Rows:
+_TYPES = (
+    (pa.int64(), r"^-?(0|[1-9][0-9]{0,17})$"),
+    (pa.float64(), r"^-?(0|[1-9][0-9]{0,14})([.][0-9]+)?([eE][+-]?[0-9]{1,2})?$"),
+    (pa.bool_(), r"^(true|false|True|False)$"),
+)
+"""Types of metadata, and how their values are written: `007` and a long serial number are text."""
+
+
+def _typed(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """The column as numbers or truth values where all of it is, with nulls for empty fields."""
+    empty = compute.equal(column, "")
+    for kind, pattern in _TYPES:
+        fits = compute.match_substring_regex(column, pattern)
+        if compute.any(fits).as_py() and compute.all(compute.or_(fits, empty)).as_py():
+            return compute.if_else(empty, None, column).cast(kind)
+    return column
+
+
+def _open_parquet(path: Path, needed: Sequence[str]) -> _Rows:
     schema = parquet.read_schema(path)
-    names = [f.name for f in schema if f.name in (image, caption) or _is_scalar(f.type)]
-    if image in names and not _is_text(schema.field(image).type):
-        return _ParquetRows(path, names)
+    names = [f.name for f in schema if f.name in needed or _is_scalar(f.type)]
+    metadata = parquet.read_metadata(path)
+    size = sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
+    if not _is_text(schema.field(needed[0]).type) and size > _IN_MEMORY:
+        return RowFile(path, names)
     return _MemoryRows(parquet.read_table(path, columns=names))
 
 
@@ -173,72 +258,32 @@ class _MemoryRows:
     """Rows of a table in memory."""
 
     def __init__(self, table: pa.Table):
-        self.names = table.column_names
+        self._names = table.column_names
         self.groups = even_groups(table.num_rows)
         self._table = table
 
     def row(self, index: int) -> dict[str, Any]:
-        columns = zip(self.names, self._table.columns, strict=True)
+        columns = zip(self._names, self._table.columns, strict=True)
         return {name: column[index].as_py() for name, column in columns}
+
+
+_BOM = b"\xef\xbb\xbf"
 
 
 class _JsonRows:
     """Lines of a JSONL file in memory; a line is parsed when it is read."""
 
     def __init__(self, path: Path):
-        lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").splitlines()
+        lines = path.read_bytes().removeprefix(_BOM).splitlines()
         self._lines = pa.array([line for line in lines if line.strip()], pa.large_binary())
         self.groups = even_groups(len(self._lines))
-        try:
-            self.names = list(self.row(0)) if len(self._lines) else []
-        except ValueError as error:
-            raise ValueError(
-                f"{path}: its first line is not a JSON object: {error}; a .jsonl table has one "
-                "object a line"
-            ) from error
 
     def row(self, index: int) -> dict[str, Any]:
-        row = json.loads(self._lines[index].as_py())
-        if not isinstance(row, dict):
-            raise ValueError(f"a {type(row).__name__}, not an object")
-        return row
+        return _json_row(self._lines[index].as_py())
 
 
-class _ParquetRows:
-    """Rows of a Parquet file with pictures, of which a few row groups are kept in memory.
-
-    A row group is read whole for one row of it, so order by row is quick and random order is slow.
-    """
-
-    def __init__(self, path: Path, names: list[str]):
-        self.names = names
-        self._path = path
-        metadata = parquet.read_metadata(path)
-        self.groups = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
-        self._owner = 0
-        if len(self.groups) > _KEPT_ROW_GROUPS:
-            log.warning("%s: random order is slow in a large Parquet file; pack it first", path)
-
-    def row(self, index: int) -> dict[str, Any]:
-        number = 0
-        while index >= self.groups[number]:
-            index -= self.groups[number]
-            number += 1
-        return self._group(number).row(index)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k not in ("_file", "_kept")}
-
-    def _group(self, number: int) -> _MemoryRows:
-        # A forked process opens the file anew: its parent's handle has a position they would share.
-        if self._owner != os.getpid() or not hasattr(self, "_file"):
-            self._owner = os.getpid()
-            self._file = parquet.ParquetFile(self._path)
-            self._kept: OrderedDict[int, _MemoryRows] = OrderedDict()
-        if number not in self._kept:
-            table = self._file.read_row_group(number, columns=self.names, use_threads=False)
-            self._kept[number] = _MemoryRows(table)
-            if len(self._kept) > _KEPT_ROW_GROUPS:
-                self._kept.popitem(last=False)
-        self._kept.move_to_end(number)
-        return self._kept[number]
+def _json_row(line: bytes) -> dict[str, Any]:
+    row = json.loads(line)
+    if not isinstance(row, dict):
+        raise ValueError(f"a {type(row).__name__}, not an object")
+    return row

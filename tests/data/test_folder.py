@@ -31,6 +31,21 @@ def test_captions_beside_the_pictures(tmp_path):
     assert source.problems == {"no caption": 1}
 
 
+def test_files_beside_pictures_are_read_whatever_their_case(tmp_path):
+    (tmp_path / "b.Json").write_text('{"captions": ["one"], "id": 3}')
+    source = make(tmp_path, "a.jpg", "a.TXT", "b.PNG", "c.jpeg", "c.txt")
+    samples = [source.read(i) for i in range(len(source))]
+    assert [s.captions for s in samples] == [("a.TXT",), ("one",), ("c.txt",)]
+    assert samples[1].meta == {"id": 3}
+    assert source.problems == {}
+    before = source.fingerprint()
+    (tmp_path / "a.TXT").write_bytes(b"A.txt")
+    assert source.fingerprint() != before
+    (tmp_path / "a.TXT").unlink()
+    with pytest.raises(BadSample, match="missing file"):
+        source.read(0)
+
+
 def test_sub_folders_are_classes_where_no_caption_is_there(tmp_path):
     source = make(tmp_path, "tabby cat/1.jpg", "dog/deep/2.jpeg", "README.txt", "dog/.hidden.jpg")
     samples = [source.read(i) for i in range(len(source))]

@@ -1,12 +1,14 @@
 import json
 import pickle
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from multimodal.data import tables
+from multimodal.data import row_file, tables
 from multimodal.data.build import source_from_path
+from multimodal.data.row_file import RowFile
 from multimodal.data.source import BadSample
 from multimodal.data.tables import TableSource
 
@@ -82,10 +84,16 @@ def test_columns_by_name(folder):
     [
         ("t.csv", "filepath,title\na.jpg,A\n", r"no column image, caption; it has \['filepath'"),
         ("t.csv", "image,title\na.jpg,A\n", r"no column caption; .* set image_column"),
-        ("t.csv", "image\tcaption\na.jpg\tA\n", "separator seems wrong: .csv means commas"),
-        ("t.tsv", "image,caption\na.jpg,A\n", "separator seems wrong"),
+        ("t.csv", "image,captoin\na.jpg,A\n", r"no column caption; .* did you mean captoin\?"),
+        (
+            "t.csv",
+            "image\tcaption\na.jpg\tA, b\n",
+            r"separated by '\\t', not by ',': set separator",
+        ),
+        ("t.csv", "image;caption\na.jpg;A\n", "separated by ';', not by ','"),
+        ("t.tsv", "image,caption\na.jpg,A\n", "separated by ',', .* .tsv means tabs"),
         ("t.csv", "image,caption\na.jpg,A, B\n", "must stand in double quotes"),
-        ("t.csv", "", "t.csv: not a sound .csv table"),
+        ("t.csv", "", "t.csv: the table is empty; its first line must name the columns"),
         ("t.csv", "image,caption\n", "no rows"),
         ("t.csv", "image,caption\nhttps://x.org/a.jpg,A\n", "img2dataset"),
         ("t.jsonl", "image,caption\n", "first line is not a JSON object"),
@@ -140,20 +148,134 @@ def test_parquet_with_paths_and_caption_lists(folder):
     assert source.read(1).meta == {"ok": False}
 
 
-@pytest.mark.parametrize("nested", [False, True])
-def test_parquet_with_pictures(folder, nested, monkeypatch):
-    monkeypatch.setattr(tables, "_KEPT_ROW_GROUPS", 2)
-    pictures = [f"picture {i}".encode() for i in range(11)]
+def pictures_table(count: int, nested: bool = False) -> pa.Table:
+    pictures = [f"picture {i}".encode() * (i % 7 + 1) for i in range(count)]
     column = [{"bytes": p, "path": "x"} for p in pictures] if nested else pictures
-    table = pa.table({"image": column, "caption": [f"text {i}" for i in range(11)]})
-    pq.write_table(table, folder / "t.parquet", row_group_size=3)
+    columns = {"image": column, "caption": [f"text {i}" for i in range(count)]}
+    kinds = pa.array([f"kind {i // 50}" for i in range(count)]).dictionary_encode()
+    return pa.table(columns | {"kind": kinds, "vector": [[0.5]] * count})
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "multimodal"
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("limit", [0, 1 << 20])
+def test_parquet_with_pictures(folder, cache, nested, limit, monkeypatch):
+    monkeypatch.setattr(tables, "_IN_MEMORY", limit)
+    table = pictures_table(331, nested)
+    pq.write_table(table, folder / "t.parquet", row_group_size=50)
     source = TableSource(str(folder / "t.parquet"))
-    assert source.groups() == [3, 3, 3, 2]
+    assert isinstance(source._rows, RowFile) == (limit == 0)
+    assert source.groups() == [331]
     for opened in (source, pickle.loads(pickle.dumps(source))):
-        for i in (10, 0, 5, 10, 3):
+        for i in (330, 0, 63, 64, 49, 330, 128):
             sample = opened.read(i)
-            assert (sample.key, sample.image) == (f"{i:08d}", pictures[i])
+            assert sample.key == f"{i:08d}"
+            assert sample.image == f"picture {i}".encode() * (i % 7 + 1)
             assert sample.captions == (f"text {i}",)
+            assert sample.meta == {"kind": f"kind {i // 50}"}
+
+
+def test_the_copy_of_a_parquet_file_is_made_once_and_anew_when_the_file_changes(
+    folder, cache, monkeypatch
+):
+    monkeypatch.setattr(tables, "_IN_MEMORY", 0)
+    path = folder / "t.parquet"
+
+    def first_caption() -> tuple[str, ...]:
+        return TableSource(str(path)).read(0).captions
+
+    pq.write_table(pictures_table(70), path)
+    assert first_caption() == ("text 0",)
+    (copy,) = cache.iterdir()
+    made = copy.stat().st_mtime_ns
+    assert first_caption() == ("text 0",)
+    assert copy.stat().st_mtime_ns == made
+    pq.write_table(pictures_table(140).slice(70), path)
+    assert first_caption() == ("text 70",)
+    assert len(list(cache.iterdir())) == 1
+    monkeypatch.setattr(row_file.shutil, "disk_usage", lambda folder: SimpleNamespace(free=5))
+    pq.write_table(pictures_table(71), path)
+    with pytest.raises(ValueError, match=r"0\.0 GB free; make room, or set XDG_CACHE_HOME"):
+        first_caption()
+    assert len(list(cache.iterdir())) == 1
+
+
+def test_captions_of_several_columns_follow_each_other(folder):
+    rows = '{"image": "a.jpg", "en": ["A", "B"], "de": " C "}\n{"image": "a.jpg", "de": "D"}'
+    source = open_table(folder, "t.jsonl", rows, caption_column=["de", "en"])
+    assert captions(source) == [("C", "A", "B"), ("D",)]
+    assert source.read(0).meta == {}
+    with pytest.raises(ValueError, match="no column fr;"):
+        open_table(folder, "t.jsonl", rows, caption_column=["de", "fr"])
+
+
+def test_absolute_paths_and_any_separator(folder, tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    text = f'image;caption\n{folder / "a.jpg"};"A; B"\nb c.jpg;C\n../{folder.name}/a.jpg;D\n'
+    source = open_table(folder, "t.csv", text, separator=";")
+    assert captions(source) == [("A; B",), ("C",), ("D",)]
+    assert [source.read(i).image for i in range(3)] == [b"a.jpg", b"b c.jpg", b"a.jpg"]
+    moved = open_table(elsewhere, "t.csv", text, separator=";")
+    assert moved.read(0).image == b"a.jpg"
+    with pytest.raises(BadSample, match="missing file"):
+        moved.read(1)
+
+
+def test_metadata_are_numbers_only_where_nothing_is_lost(folder):
+    columns = {
+        "image": ["a.jpg", "a.jpg"],
+        "caption": ["007", "1"],
+        "id": ["007", "12"],
+        "serial": ["12345678901234567890", "1"],
+        "phone": ["+49", "1"],
+        "count": ["-3", "0"],
+        "some": ["", "7"],
+        "score": ["0.25", "3"],
+        "tiny": ["1e-5", "2"],
+        "ok": ["true", "false"],
+        "nothing": ["", ""],
+        "word": ["NA", "1"],
+    }
+    lines = [",".join(columns), *(",".join(row) for row in zip(*columns.values(), strict=True))]
+    source = open_table(folder, "t.csv", "\n".join(lines))
+    assert captions(source) == [("007",), ("1",)]
+    same = {name: columns[name][0] for name in ("id", "serial", "phone", "nothing", "word")}
+    numbers = {"count": -3, "some": None, "score": 0.25, "tiny": 1e-5, "ok": True}
+    assert source.read(0).meta == same | numbers
+    assert source.read(1).meta["score"] == 3.0
+
+
+@pytest.mark.parametrize("ending", ["csv", "jsonl", "parquet"])
+def test_a_wrong_column_is_found_before_the_table_is_read(folder, ending, monkeypatch):
+    rows = {"image": ["a.jpg"], "title": ["A"]}
+    pq.write_table(pa.table(rows), folder / "t.parquet")
+    (folder / "t.csv").write_text("image,title\na.jpg,A\n")
+    (folder / "t.jsonl").write_text('{"image": "a.jpg", "title": "A"}')
+    for reader in ("_read_csv", "_JsonRows", "_open_parquet"):
+        monkeypatch.setattr(tables, reader, None)
+    with pytest.raises(ValueError, match="no column caption"):
+        TableSource(str(folder / f"t.{ending}"))
+
+
+@pytest.mark.parametrize("ending", ["csv", "jsonl", "parquet"])
+def test_the_fingerprint_sees_a_change_that_keeps_the_size(folder, ending):
+    def written(place: str, text: str) -> str:
+        (folder / place).mkdir(exist_ok=True)
+        path = folder / place / f"t.{ending}"
+        if ending == "parquet":
+            pq.write_table(pa.table({"image": ["a.jpg"] * 3, "caption": ["A", text, "C"]}), path)
+        elif ending == "csv":
+            path.write_text(f"image,caption\na.jpg,{text}\n")
+        else:
+            path.write_text(json.dumps({"image": "a.jpg", "caption": text}))
+        return TableSource(str(path)).fingerprint()
+
+    assert written("x", "one") == written("y", "one") != written("x", "two")
 
 
 def test_fingerprint_and_place(folder):
