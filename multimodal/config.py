@@ -349,7 +349,32 @@ class FolderSource(Section):
     """The folder; sub-folders are read too."""
 
 
-Part = Annotated[ShardsSource | TableSource | FolderSource, Field(discriminator="kind")]
+class HubSource(Section):
+    """A data set of the Hugging Face library `datasets` (extra `hub`)."""
+
+    kind: Literal["hub"]
+    """A saved data set, a folder that `datasets` understands, or one from its cache or the hub."""
+    name: str
+    """The folder, or the name on the hub."""
+    subset: str | None = None
+    """Configuration of the data set, where it has several."""
+    split: str = "train"
+    """Part of the data set."""
+    image_column: str = "image"
+    """Column with the picture."""
+    caption_column: str | Annotated[list[str], Field(min_length=1)] | None = "caption"
+    """Column or columns with captions; null makes the name of the class the caption."""
+    label_column: str | None = None
+    """Column with the class, whose name becomes `cls`."""
+
+    @model_validator(mode="after")
+    def _has_a_text(self):
+        if self.caption_column is None and self.label_column is None:
+            raise ValueError("caption_column=null needs a label_column to take captions from")
+        return self
+
+
+Part = Annotated[ShardsSource | TableSource | FolderSource | HubSource, Field(discriminator="kind")]
 PartName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]
 
 
@@ -374,7 +399,8 @@ class MixtureSource(Section):
 
 
 Source = Annotated[
-    ShardsSource | TableSource | FolderSource | MixtureSource, Field(discriminator="kind")
+    ShardsSource | TableSource | FolderSource | HubSource | MixtureSource,
+    Field(discriminator="kind"),
 ]
 
 

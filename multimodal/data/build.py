@@ -6,6 +6,7 @@ from pathlib import Path
 
 from multimodal import config
 from multimodal.data.folder import FolderSource
+from multimodal.data.hub import SAVED, HubSource
 from multimodal.data.mixture import MixtureSource
 from multimodal.data.shards import ShardSource
 from multimodal.data.source import Source
@@ -27,6 +28,15 @@ def open_source(section: config.Source) -> Source:
             )
         case config.FolderSource():
             return FolderSource(section.path)
+        case config.HubSource():
+            return HubSource(
+                section.name,
+                subset=section.subset,
+                split=section.split,
+                image_column=section.image_column,
+                caption_column=section.caption_column,
+                label_column=section.label_column,
+            )
         case config.MixtureSource():
             return MixtureSource(
                 {name: open_source(part) for name, part in section.sources.items()},
@@ -37,12 +47,14 @@ def open_source(section: config.Source) -> Source:
 def source_from_path(
     path: str, *, image_column: str = "image", caption_column: str = "caption"
 ) -> Source:
-    """Open whatever data a path leads to; the columns are those of a table.
+    """Open whatever data a path leads to; the columns are those of a table or a saved data set.
 
     Raises:
         ValueError: when it is none of the accepted kinds.
     """
     place = Path(path)
+    if any((place / name).is_file() for name in SAVED):
+        return HubSource(path, image_column=image_column, caption_column=caption_column)
     if place.is_dir():
         has_shards = any(place.glob("*.tar"))
         return ShardSource(path) if has_shards else FolderSource(path)

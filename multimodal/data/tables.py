@@ -128,13 +128,13 @@ def _open_rows(path: Path, needed: Sequence[str], separator: str | None) -> _Row
         if ending in _SEPARATORS:
             separator = separator or _SEPARATORS[ending]
             names = _header(path, separator)
-            _check_columns(path, names, needed, separator)
+            check_columns(path, names, needed, separator)
             return _MemoryRows(_read_csv(path, separator, names, needed))
         if ending == ".jsonl":
-            _check_columns(path, _first_names(path), needed)
+            check_columns(path, _first_names(path), needed)
             return _JsonRows(path)
         if ending == ".parquet":
-            _check_columns(path, parquet.read_schema(path).names, needed)
+            check_columns(path, parquet.read_schema(path).names, needed)
             return _open_parquet(path, needed)
     except pa.ArrowInvalid as error:
         raise ValueError(
@@ -144,9 +144,14 @@ def _open_rows(path: Path, needed: Sequence[str], separator: str | None) -> _Row
     raise ValueError(f"{path}: unknown kind of table; use one of {', '.join(ENDINGS)}")
 
 
-def _check_columns(
-    path: Path, names: list[str], needed: Sequence[str], separator: str | None = None
+def check_columns(
+    path: Path | str, names: list[str], needed: Sequence[str], separator: str | None = None
 ) -> None:
+    """See that columns are there.
+
+    Raises:
+        ValueError: naming the columns found, the nearest name, and what to do.
+    """
     missing = [name for name in needed if name not in names]
     if not missing:
         return
