@@ -3,9 +3,15 @@
 import io
 import tarfile
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from PIL import Image
+
+from multimodal import config
+from multimodal.data.loader import train_loader
+from multimodal.data.source import Source
 
 
 def photo(width: int = 53, height: int = 41, seed: int = 0) -> Image.Image:
@@ -43,3 +49,41 @@ def pairs(names: list[str]) -> list[tuple[str, bytes]]:
     for name in names:
         made += [(f"{name}.jpg", b"picture of " + name.encode()), (f"{name}.txt", name.encode())]
     return made
+
+
+class Texts(NamedTuple):
+    tokens: torch.Tensor
+    lengths: torch.Tensor
+
+
+class StandIn:
+    """Stands for the transform and the tokenizer, which have no part in what is tested."""
+
+    def __call__(self, data: bytes, seed: int | None = None) -> torch.Tensor:
+        return torch.zeros(3, 1, 1, dtype=torch.uint8)
+
+    def encode(self, texts: list[str]) -> Texts:
+        return Texts(torch.zeros(len(texts), 8, dtype=torch.int64), torch.ones(len(texts)))
+
+
+def keys_in_order(
+    source: Source, data: config.Data, *, steps: range, batch_size: int, ranks: int = 1
+) -> list[str]:
+    """Names of what the training loaders of all ranks read, in global order."""
+    stand_in: Any = StandIn()
+    loaders = [
+        train_loader(
+            source,
+            data=data,
+            transform=stand_in,
+            tokenizer=stand_in,
+            batch_size=batch_size,
+            start_step=steps.start,
+            end_step=steps.stop,
+            rank=rank,
+            world_size=ranks,
+            seed=0,
+        )
+        for rank in range(ranks)
+    ]
+    return [key for step in zip(*loaders, strict=True) for batch in step for key in batch.keys]

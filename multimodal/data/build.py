@@ -8,6 +8,7 @@ from multimodal import config
 from multimodal.data.folder import FolderSource
 from multimodal.data.hub import SAVED, HubSource
 from multimodal.data.mixture import MixtureSource
+from multimodal.data.remote import RemoteSource, is_remote
 from multimodal.data.shards import ShardSource
 from multimodal.data.source import Source
 from multimodal.data.tables import ENDINGS, TableSource
@@ -21,6 +22,8 @@ def open_source(section: config.Source) -> Source:
     """
     match section:
         case config.ShardsSource():
+            if is_remote(section.path):
+                return RemoteSource(section.path, section.cache_dir, section.cache_size)
             return ShardSource(section.path)
         case config.TableSource():
             return TableSource(
@@ -53,6 +56,8 @@ def source_from_path(
         ValueError: when it is none of the accepted kinds.
     """
     place = Path(path)
+    if is_remote(path):
+        return RemoteSource(path)
     if any((place / name).is_file() for name in SAVED):
         return HubSource(path, image_column=image_column, caption_column=caption_column)
     if place.is_dir():
@@ -60,7 +65,7 @@ def source_from_path(
         return ShardSource(path) if has_shards else FolderSource(path)
     if place.suffix.lower() in ENDINGS:
         return TableSource(path, image_column, caption_column)
-    if place.suffix.lower() == ".tar" or path.startswith("pipe:") or "://" in path:
+    if place.suffix.lower() == ".tar" or path.startswith("pipe:"):
         return ShardSource(path)
     raise ValueError(
         f"{path!r} is no data source; give a folder with .tar shards, a .tar file or pattern such "

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_in
 
 from multimodal import config
 from multimodal.data.batch import Batch, EvalBatch, Skip, hash64
-from multimodal.data.mixture import training_order
+from multimodal.data.mixture import fetch_ahead, training_order
 from multimodal.data.order import seed_for
 from multimodal.data.source import NO_CAPTION, BadSample, Sample, Source
 from multimodal.data.text import Tokenizer
@@ -194,6 +194,7 @@ class _TrainSteps(Dataset):
         positions = step_positions(
             step, batch_size=self._batch_size, rank=self._rank, world_size=self._world_size
         )
+        fetch_ahead(self._reading.source, self._order, positions[0])
         skipped: list[Skip] = []
         rows = [self._usable(position, skipped) for position in positions]
         captions = [row.text for row in rows]

@@ -21,7 +21,7 @@ from itertools import accumulate
 import numpy as np
 
 from multimodal.data.order import Order, Ordering, Place, permutation, remembered, seed_for
-from multimodal.data.source import BadSample, Sample, Source
+from multimodal.data.source import BadSample, Fetching, Sample, Source
 
 _BLOCK = 4096
 """Least number of positions in a block."""
@@ -110,10 +110,27 @@ def _whole(weights: list[float]) -> list[int]:
 
 
 def training_order(source: Source, *, seed: int, window: int) -> Ordering:
-    """The order in which a source is trained on."""
+    """The order in which a source is trained on.
+
+    Raises:
+        ValueError: when the source has no room for what the window needs at once.
+    """
+    if isinstance(source, Fetching):
+        source.check_window(window)
     if isinstance(source, MixtureSource):
         return MixtureOrder(source, seed=seed, window=window)
     return Order(source.groups(), seed=seed, window=window)
+
+
+def fetch_ahead(source: Source, order: Ordering, position: int) -> None:
+    """Tell sources that fetch their samples what comes next."""
+    if isinstance(source, Fetching) and isinstance(order, Order):
+        source.fetch_ahead(order.ahead(position))
+    elif isinstance(source, MixtureSource) and isinstance(order, MixtureOrder):
+        for part, own, turn in zip(
+            source.sources, order.orders, order.turns(position), strict=True
+        ):
+            fetch_ahead(part, own, turn)
 
 
 def samples_by_source(source: Source, seed: int, samples: int) -> dict[str, int]:
@@ -136,8 +153,8 @@ class MixtureOrder:
     def __init__(self, source: MixtureSource, *, seed: int, window: int):
         self._source = source
         self._shares = Shares(source, seed)
-        self._orders = [
-            Order(part.groups(), seed=seed_for(seed, 0, 0, name), window=window)
+        self.orders = [
+            training_order(part, seed=seed_for(seed, 0, 0, name), window=window)
             for name, part in zip(source.names, source.sources, strict=True)
         ]
 
@@ -146,8 +163,12 @@ class MixtureOrder:
 
     def locate(self, position: int) -> Place:
         part, turn = self._shares.locate(position)
-        own = self._orders[part].locate(turn)
+        own = self.orders[part].locate(turn)
         return Place(position // len(self), self._source.start(part) + own.index, part)
+
+    def turns(self, position: int) -> list[int]:
+        """How far the order of each source has come before a position."""
+        return self._shares.counts(position)
 
 
 @dataclass(frozen=True)

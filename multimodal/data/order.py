@@ -77,6 +77,14 @@ class _Epoch:
     first_piece: list[int]
     first_sample: list[int]
 
+    def window(self, number: int) -> np.ndarray:
+        """The pieces of a window."""
+        return self.pieces[self.first_piece[number] : self.first_piece[number + 1]]
+
+    def size(self, number: int) -> int:
+        """The samples of a window."""
+        return self.first_sample[number + 1] - self.first_sample[number]
+
 
 class Order:
     """A global shuffle with local reads.
@@ -115,15 +123,33 @@ class Order:
 
     def locate(self, position: int) -> Place:
         """The sample at a global position (0, 1, 2, ... without end)."""
-        epoch, place = divmod(position, self._count)
-        plan = remembered(self._epochs, epoch, _KEPT_EPOCHS, lambda: self._plan(epoch))
-        window = bisect_right(plan.first_sample, place) - 1
+        epoch, window, place = self._window_at(position)
         samples = remembered(
             self._windows, (epoch, window), _KEPT_WINDOWS, lambda: self._shuffled(epoch, window)
         )
-        return Place(epoch, int(samples[place - plan.first_sample[window]]))
+        return Place(epoch, int(samples[place]))
+
+    def ahead(self, position: int) -> list[int]:
+        """A sample of each piece in the window at a position and then in the next window."""
+        epoch, window, place = self._window_at(position)
+        following = position - place + self._plan(epoch).size(window)
+        return [
+            start
+            for epoch, window, _ in (self._window_at(position), self._window_at(following))
+            for start in self._starts[self._plan(epoch).window(window)].tolist()
+        ]
+
+    def _window_at(self, position: int) -> tuple[int, int, int]:
+        """Epoch, window within it, and place within the window."""
+        epoch, place = divmod(position, self._count)
+        first_sample = self._plan(epoch).first_sample
+        window = bisect_right(first_sample, place) - 1
+        return epoch, window, place - first_sample[window]
 
     def _plan(self, epoch: int) -> _Epoch:
+        return remembered(self._epochs, epoch, _KEPT_EPOCHS, lambda: self._make_plan(epoch))
+
+    def _make_plan(self, epoch: int) -> _Epoch:
         pieces = permutation(len(self._starts), f"{self._seed}/{epoch}/groups")
         ends = self._sizes[pieces].cumsum()
         first_piece, first_sample = [0], [0]
@@ -136,8 +162,7 @@ class Order:
 
     def _shuffled(self, epoch: int, window: int) -> np.ndarray:
         """Sample numbers of one window in shuffled order, int64."""
-        plan = self._epochs[epoch]
-        pieces = plan.pieces[plan.first_piece[window] : plan.first_piece[window + 1]]
+        pieces = self._plan(epoch).window(window)
         starts, sizes = self._starts[pieces].tolist(), self._sizes[pieces].tolist()
         runs = [np.arange(start, start + size) for start, size in zip(starts, sizes, strict=True)]
         samples = np.concatenate(runs)

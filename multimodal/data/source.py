@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff")
 """File name endings that count as pictures, in any case."""
@@ -87,6 +87,23 @@ class Source(Protocol):
 
     def fingerprint(self) -> str:
         """SHA-256 of names, sizes and counts: equal for an untouched copy elsewhere."""
+        ...
+
+
+@runtime_checkable
+class Fetching(Protocol):
+    """A source that fetches what it reads from elsewhere, and is told what will be read next."""
+
+    def check_window(self, window: int) -> None:
+        """See that what an order with this window needs at once has room.
+
+        Raises:
+            ValueError: when it has not.
+        """
+        ...
+
+    def fetch_ahead(self, indices: Iterable[int]) -> None:
+        """Begin to fetch these samples with their groups, in this order, as far as they fit."""
         ...
 
 

@@ -276,3 +276,30 @@ def _store(place: Path, index: Index, state: os.stat_result) -> bool:
             temporary.unlink()
         return False
     return True
+
+
+class StoredHead(NamedTuple):
+    """What a stored index says of a shard that need not be at hand.
+
+    Attributes:
+        samples: Number of usable samples.
+        problems: What was left out, by reason.
+        mtime_ns: Time of change of the shard that the index was made from.
+    """
+
+    samples: int
+    problems: dict[str, int]
+    mtime_ns: int
+
+
+def stored_head(place: Path, size: int) -> StoredHead | None:
+    """The head of an index file, if it is sound and of a shard of this size."""
+    try:
+        with np.load(place, allow_pickle=False) as stored:
+            about = json.loads(stored["about"].tobytes())
+        stamp = about["stamp"]
+        if (stamp["version"], stamp["size"]) != (_VERSION, size):
+            return None
+        return StoredHead(about["samples"], about["problems"], stamp["mtime_ns"])
+    except _UNREADABLE:
+        return None

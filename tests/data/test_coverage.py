@@ -4,37 +4,20 @@ import json
 import random
 from collections import Counter
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from made_data import pairs, write_tar
+from made_data import keys_in_order, pairs, write_tar
 
 from multimodal import config
 from multimodal.data.build import open_source
-from multimodal.data.loader import train_loader
 from multimodal.data.order import Order
 
 BATCH, SAMPLES, EPOCHS = 12, 41, 3
 STEPS = -(-SAMPLES * EPOCHS // BATCH)
 SIZES = {1: [41], 3: [29, 1, 11], 12: [1, 9, 2, 1, 1, 12, 1, 5, 2, 4, 2, 1]}
 KINDS = ("shards", "table", "folder", "mixture")
-
-
-class Texts(NamedTuple):
-    tokens: torch.Tensor
-    lengths: torch.Tensor
-
-
-class Stub:
-    """Stands for the transform and the tokenizer, which have no part in what is tested."""
-
-    def __call__(self, data: bytes, seed: int | None = None) -> torch.Tensor:
-        return torch.zeros(3, 1, 1, dtype=torch.uint8)
-
-    def encode(self, texts: list[str]) -> Texts:
-        return Texts(torch.zeros(len(texts), 8, dtype=torch.int64), torch.ones(len(texts)))
 
 
 def make(root, kind: str, sizes: list[int]) -> Any:
@@ -66,23 +49,9 @@ def make(root, kind: str, sizes: list[int]) -> Any:
 def keys(section, *, ranks: int = 1, workers: int = 0, start: int = 0) -> list[str]:
     """Sample names in global order, put together from all ranks."""
     source = open_source(section)
-    stub: Any = Stub()
-    loaders = [
-        train_loader(
-            source,
-            data=config.Data(train=section, workers=workers, shuffle_window=20),
-            transform=stub,
-            tokenizer=stub,
-            batch_size=BATCH,
-            start_step=start,
-            end_step=STEPS,
-            rank=rank,
-            world_size=ranks,
-            seed=0,
-        )
-        for rank in range(ranks)
-    ]
-    return [key for step in zip(*loaders, strict=True) for batch in step for key in batch.keys]
+    data = config.Data(train=section, workers=workers, shuffle_window=20)
+    steps = range(start, STEPS)
+    return keys_in_order(source, data, steps=steps, batch_size=BATCH, ranks=ranks)
 
 
 @pytest.fixture(scope="module")
