@@ -79,13 +79,14 @@ class RemoteSource:
         self._cache = ShardCache(folder, int(cache_size * _GB))
         self._forget()
         self._shards, missing = _find(path)
-        largest = max(self._shards, key=lambda shard: shard.size, default=None)
-        if largest and largest.size > self._cache.limit:
+        largest = max(self._shards, key=lambda shard: shard.size)
+        if largest.size > self._cache.limit:
             raise ValueError(
                 f"{largest.url} has {largest.size / _GB:.2f} GB and does not fit the cache of "
                 f"cache_size={cache_size} GB; set a larger cache_size"
             )
-        with ThreadPoolExecutor(_THREADS) as pool:
+        at_once = self._cache.limit // max(1, largest.size)
+        with ThreadPoolExecutor(min(_THREADS, at_once)) as pool:
             heads = list(pool.map(self._head, self._shards))
         problems = Counter({"missing shard": missing} if missing else {})
         for head in heads:

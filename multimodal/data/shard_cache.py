@@ -129,7 +129,7 @@ class ShardCache:
 
     def _make_room(self, size: int) -> bool:
         """Remove files not in use, oldest use first, until `size` more bytes fit."""
-        files = {path: path.stat() for path in self._files()}
+        files = dict(self._files())
         taken = sum(state.st_size for state in files.values())
         for path in sorted(files, key=lambda path: files[path].st_atime_ns):
             if taken + size <= self.limit:
@@ -140,9 +140,12 @@ class ShardCache:
                     taken -= files[path].st_size
         return taken + size <= self.limit
 
-    def _files(self) -> Iterator[Path]:
-        for pattern in ("*/*.tar", f"*/*{_PART}"):
-            yield from self.folder.glob(pattern)
+    def _files(self) -> Iterator[tuple[Path, os.stat_result]]:
+        """What takes space. A file that is just made whole may be there twice, but is not missed."""
+        for pattern in (f"*/*{_PART}", "*/*.tar"):
+            for path in self.folder.glob(pattern):
+                with contextlib.suppress(FileNotFoundError):
+                    yield path, path.stat()
 
     @contextmanager
     def _one_at_a_time(self) -> Iterator[None]:

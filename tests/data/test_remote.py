@@ -270,6 +270,18 @@ def test_a_file_is_fetched_once_and_a_stale_part_is_replaced(tmp_path):
     assert sorted(os.listdir(path.parent)) == ["a.tar", "lock"]
 
 
+def test_a_file_that_vanishes_while_room_is_made_is_no_matter(tmp_path, monkeypatch):
+    """As a part does that another process has just made whole."""
+    cache = ShardCache(tmp_path, 100)
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "a.tar").write_bytes(b"1" * 80)
+    gone = tmp_path / "x" / "b.tar.part"
+    listed = type(tmp_path).glob
+    monkeypatch.setattr(type(tmp_path), "glob", lambda self, p: [gone, *listed(self, p)])
+    assert not cache._make_room(101)
+    assert not (tmp_path / "x" / "a.tar").exists()
+
+
 def test_a_web_server(local, tmp_path, monkeypatch):
     pytest.importorskip("aiohttp")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
