@@ -322,8 +322,7 @@ class ShardsSource(Section):
     kind: Literal["shards"]
     """Tar shards, read by random access through an index."""
     path: str
-    """A folder, one .tar file, or a pattern such as `data/{00000..00099}.tar` or `data/*.tar`; or
-    a URL of these that fsspec knows (`s3://`, `gs://`, `https://`), read through the cache."""
+    """A folder, a .tar file, a pattern such as `data/{00000..00099}.tar`, or a URL of these."""
     cache_dir: str | None = None
     """Where shards of a URL are kept while they are used; null: below `~/.cache/multimodal`."""
     cache_size: PositiveFloat = 50.0

@@ -164,7 +164,7 @@ class MixtureOrder:
     def locate(self, position: int) -> Place:
         part, turn = self._shares.locate(position)
         own = self.orders[part].locate(turn)
-        return Place(position // len(self), self._source.start(part) + own.index, part)
+        return Place(own.epoch, self._source.start(part) + own.index, part)
 
     def turns(self, position: int) -> list[int]:
         """How far the order of each source has come before a position."""

@@ -22,7 +22,7 @@ class Place(NamedTuple):
     """What stands at a position.
 
     Attributes:
-        epoch: Which pass through the data the position lies in.
+        epoch: Which pass through its source the sample belongs to.
         index: Number of the sample in its source.
         part: Number of the source within a mixture, else 0.
     """

@@ -141,7 +141,7 @@ class ShardCache:
         return taken + size <= self.limit
 
     def _files(self) -> Iterator[tuple[Path, os.stat_result]]:
-        """What takes space. A file that is just made whole may be there twice, but is not missed."""
+        """What takes space. A file just made whole may be there twice, but is not missed."""
         for pattern in (f"*/*{_PART}", "*/*.tar"):
             for path in self.folder.glob(pattern):
                 with contextlib.suppress(FileNotFoundError):

@@ -1,5 +1,7 @@
 """Shards on a store of fsspec's own, in memory, and behind a web server on this machine."""
 
+import ast
+import json
 import multiprocessing
 import os
 import pickle
@@ -11,6 +13,7 @@ from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import fsspec
+import numpy as np
 import pytest
 from made_data import keys_in_order, pairs, write_tar
 
@@ -22,6 +25,7 @@ from multimodal.data.remote import RemoteSource
 from multimodal.data.shard_cache import ShardCache
 from multimodal.data.shards import ShardSource
 from multimodal.data.source import BadSample
+from multimodal.data.tar_index import load_index, stored_head, summarize
 
 COUNTS = [7, 3, 11, 5, 2]
 SHARD = 30_720
@@ -280,6 +284,20 @@ def test_a_file_that_vanishes_while_room_is_made_is_no_matter(tmp_path, monkeypa
     monkeypatch.setattr(type(tmp_path), "glob", lambda self, p: [gone, *listed(self, p)])
     assert not cache._make_room(101)
     assert not (tmp_path / "x" / "a.tar").exists()
+
+
+def test_the_head_of_an_index_is_read_without_parsing_python(local, monkeypatch):
+    """`ast` fails now and then in threads (CPython issue 106905), and `np.load` uses it."""
+    shard = local / "1.tar"
+    load_index(shard)
+    place = local / "1.tar.index.npz"
+    with np.load(place) as stored:
+        about = json.loads(stored["about"].tobytes())
+    monkeypatch.setattr(ast, "literal_eval", None)
+    state = shard.stat()
+    assert stored_head(place, state.st_size) == (about["samples"], {}, state.st_mtime_ns)
+    assert summarize(shard).samples == about["samples"] == 3
+    assert stored_head(place, 5) is stored_head(local / "none.npz", state.st_size) is None
 
 
 def test_a_web_server(local, tmp_path, monkeypatch):
