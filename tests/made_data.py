@@ -62,6 +62,9 @@ class StandIn:
     def __call__(self, data: bytes, seed: int | None = None) -> torch.Tensor:
         return torch.zeros(3, 1, 1, dtype=torch.uint8)
 
+    def is_blank(self, text: str) -> bool:
+        return False
+
     def encode(self, texts: list[str]) -> Texts:
         return Texts(torch.zeros(len(texts), 8, dtype=torch.int64), torch.ones(len(texts)))
 

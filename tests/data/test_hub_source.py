@@ -10,9 +10,9 @@ from multimodal.config import Data, Preprocess
 from multimodal.config_io import ConfigError, check
 from multimodal.data.build import open_source, source_from_path
 from multimodal.data.hub import HubSource
-from multimodal.data.images import ImageTransform
 from multimodal.data.loader import eval_loader
 from multimodal.data.source import BadSample
+from multimodal.data.transforms import ImageTransform
 
 datasets = pytest.importorskip("datasets")
 PICTURES = [jpeg(i, 19, 17) for i in range(6)] + [encode(photo(19, 17), "PNG")]

@@ -124,6 +124,11 @@ def test_each_source_is_passed_through_whole_again_and_again():
         assert len(passes) > 5
         assert all(sorted(one) == list(range(size)) for one in passes)
         assert passes[0] != passes[1]
+    order, turns = training_order(source, seed=0, window=20), Counter()
+    for position in range(9001):  # captions that are taken in turn go by the pass of their source
+        place = order.locate(position)
+        assert place.epoch == turns[place.part] // (1009, 11)[place.part]
+        turns[place.part] += 1
 
 
 @few
