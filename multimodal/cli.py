@@ -320,6 +320,8 @@ def check(
         list[str], typer.Argument(help="A data source, or YAML files and key=value of a run.")
     ],
     samples: Annotated[int, typer.Option(help="Samples looked at, evenly spread.", min=1)] = 10_000,
+    image_column: ImageColumn = "image",
+    caption_column: CaptionColumn = "caption",
     html: Annotated[Path | None, typer.Option(help="Page with pictures to write.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -328,7 +330,9 @@ def check(
     if len(subject) == 1 and not (is_override(subject[0]) or _is_yaml(subject[0])):
         from multimodal.data.build import source_from_path
 
-        source = source_from_path(subject[0])
+        source = source_from_path(
+            subject[0], image_column=image_column, caption_column=caption_column
+        )
     else:
         config = load_config(subject, Config)
         from multimodal.train.check import check_run

@@ -18,6 +18,7 @@ from PIL import Image
 
 from multimodal.data.batch import Skip
 from multimodal.data.decode import decode
+from multimodal.data.shards import ShardSource
 from multimodal.data.source import NO_CAPTION, BadSample, Source
 from multimodal.data.text import Tokenizer
 
@@ -48,6 +49,10 @@ class DataReport:
     """In the source."""
     left_out: dict[str, int]
     """Entries that are no samples, by reason, from the whole source."""
+    left_out_named: dict[str, list[str]]
+    """The first of them, as `SHARD: MEMBER`; of shards only."""
+    repeated_keys: int
+    """Keys that stand in several shards, each a sample of its own; of shards only."""
     looked_at: int
     per_second: float
     """Samples read and decoded in a second, by all threads."""
@@ -171,11 +176,16 @@ def _report(
         "characters": [len(caption) for caption in captions],
         "tokens": tokens,
     }
+    names = source.examples if isinstance(source, ShardSource) else {}
     limit = tokenizer.context_length if tokenizer is not None else None
     return DataReport(
         description=source.description,
         samples=len(source),
         left_out=dict(source.problems),
+        left_out_named={
+            reason: list(names[reason]) for reason in source.problems if reason in names
+        },
+        repeated_keys=source.repeated_keys().count if isinstance(source, ShardSource) else 0,
         looked_at=len(looks),
         per_second=round(per_second, 1),
         broken=_counted(skip.reason for skip in skips),

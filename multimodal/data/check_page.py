@@ -30,6 +30,7 @@ def summary(report: DataReport) -> list[tuple[str, str]]:
         ("read and decoded", f"{report.per_second:.0f} a second"),
         ("left out", _counts(report.left_out)),
         ("broken", _counts(report.broken)),
+        ("keys in several shards", str(report.repeated_keys)),
         ("formats", _counts(report.formats)),
         ("repeated pictures", str(report.repeated_images)),
         ("repeated captions", str(report.repeated_captions)),
@@ -48,8 +49,11 @@ def spread_rows(report: DataReport) -> list[list[str]]:
 
 
 def broken_lines(report: DataReport) -> list[str]:
-    """Place, name and reason of the broken samples that are named."""
-    return [
+    """Place, name and reason of what is left out or broken, as far as it is named."""
+    left_out = [
+        f"{name}: {reason}" for reason, names in report.left_out_named.items() for name in names
+    ]
+    return left_out + [
         f"{skip['place']}: {skip['key']}: {skip['reason']}"
         + (f" ({skip['detail']})" if skip["detail"] else "")
         for skip in report.broken_samples
@@ -98,7 +102,7 @@ def html_page(report: DataReport) -> str:
         f'<!doctype html><meta charset="utf-8"><title>{escape(report.description)}</title>'
         f"<style>{_STYLE}</style><h1>{escape(report.description)}</h1><table>{facts}</table>"
         f"<table>{spreads}</table>"
-        + (f"<h2>Broken samples</h2><ul>{broken}</ul>" if broken else "")
+        + (f"<h2>Left out or broken</h2><ul>{broken}</ul>" if broken else "")
         + f'<h2>Samples</h2><div class="pictures">{pictures}</div>\n'
     )
 

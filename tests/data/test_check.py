@@ -5,6 +5,7 @@ import re
 
 import numpy as np
 import pytest
+from made_data import jpeg, write_tar
 from PIL import Image
 from typer.testing import CliRunner
 
@@ -13,6 +14,7 @@ from multimodal.config import BpeTokenizer
 from multimodal.data.check import check_data
 from multimodal.data.check_page import html_page
 from multimodal.data.folder import FolderSource
+from multimodal.data.shards import ShardSource
 from multimodal.data.text import build_tokenizer
 
 SIZES = [(7, 5), (40, 10), (11, 11), (11, 11), (13, 26)]
@@ -76,6 +78,16 @@ def test_the_facts_are_those_of_the_files(folder):
     lengths = uncut.encode([caption.strip() for caption in CAPTIONS]).lengths
     assert report.cut == int((lengths > 16).sum()) >= 1
     assert report.spreads["tokens"]["most"] == int(lengths.max())
+
+
+def test_members_of_shards_that_are_left_out_are_named(tmp_path):
+    pair = [("a.jpg", jpeg(1)), ("a.txt", b"a text")]
+    write_tar(tmp_path / "0.tar", [*pair, ("lonely.txt", b"no picture")])
+    write_tar(tmp_path / "1.tar", pair)
+    report = check_data(ShardSource(str(tmp_path)))
+    assert report.left_out == {"no image": 1} and report.repeated_keys == 1
+    assert report.left_out_named == {"no image": ["0.tar: lonely"]}
+    assert "0.tar: lonely: no image" in html_page(report)
 
 
 def test_a_large_source_is_looked_at_evenly(folder):
