@@ -80,9 +80,9 @@ def print_report(
             spreads.add_row(*row)
         console.print(facts, spreads)
         for line in broken_lines(report)[:_BROKEN_SHOWN]:
-            console.print(f"broken: {line}", markup=False, highlight=False)
+            console.print(f"broken: {line}", markup=False, highlight=False, soft_wrap=True)
     for problem in problems:
-        console.print(f"problem: {problem}", markup=False, highlight=False)
+        console.print(f"problem: {problem}", markup=False, highlight=False, soft_wrap=True)
 
 
 def html_page(report: DataReport) -> str:

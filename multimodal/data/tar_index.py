@@ -23,6 +23,7 @@ import numpy as np
 
 from multimodal.data.source import IMAGE_EXTENSIONS, NO_CAPTION, split_name
 from multimodal.data.tar_scan import Finding, Findings, Member, Scan, scan_members
+from multimodal.files import cache_folder
 
 IMAGE, TEXT, RECORD, LABEL = range(4)
 """Rows of `Index.spans` for one sample."""
@@ -32,6 +33,11 @@ _UNSAFE = re.compile(r"^[/\\]|^[A-Za-z]:[/\\]|(^|[/\\])\.\.([/\\]|$)")
 """Absolute names, and names that lead out of their folder, of Unix and of Windows."""
 _HIDDEN = re.compile(r"(^|/)\.[^/]*$")
 _VERSION = 2
+LOST = (
+    *("missing shard", "unreadable shard", "empty shard", "not a tar file"),
+    *("truncated shard", "damaged shard"),
+)
+"""Reasons for a shard that is not there, or not there whole."""
 APART = "parts that do not stand side by side"
 """Note on samples that webdataset, which joins neighbours only, would break."""
 
@@ -202,10 +208,9 @@ def _refusal(name: str, extension: str) -> str | None:
 
 def _places(shard: Path) -> tuple[Path, Path]:
     """Beside the shard, and in the cache folder for shards in folders that are read only."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     name = hashlib.sha256(os.fsencode(shard.absolute())).hexdigest()[:32]
     beside = shard.with_name(f"{shard.name}.index.npz")
-    return beside, Path(cache, "multimodal", f"{name}.index.npz")
+    return beside, cache_folder() / f"{name}.index.npz"
 
 
 def _stamp(state: os.stat_result) -> dict[str, int]:

@@ -25,7 +25,13 @@ from multimodal.train.micro_batch import check_micro_batch_size
 from multimodal.train.optim import build_optimizer
 from multimodal.train.run_folder import changed_settings, locked
 from multimodal.train.schedule import Schedule, plan
-from multimodal.train.start import check_evaluations, prepare, starting_model, training_batches
+from multimodal.train.start import (
+    check_evaluations,
+    check_shards,
+    prepare,
+    starting_model,
+    training_batches,
+)
 from multimodal.train.step import train_step
 from multimodal.weights.pretrained import Pretrained
 
@@ -78,6 +84,7 @@ def check_run(config: Config) -> RunReport:
     source = attempt(lambda: open_source(config.data.train))
     if source is None:
         return RunReport(problems, facts, None, None)
+    attempt(lambda: check_shards(source, config.data.max_skipped))
     schedule = attempt(lambda: plan(train, config.optim, data_size=len(source)))
     pretrained = attempt(lambda: starting_model(config, source, None, accelerator.device))
     if pretrained is not None and schedule is not None:

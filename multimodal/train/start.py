@@ -17,8 +17,10 @@ from multimodal.config import Config
 from multimodal.data.batch import Batch
 from multimodal.data.build import open_source
 from multimodal.data.loader import train_loader
+from multimodal.data.mixture import MixtureSource
 from multimodal.data.shards import index_together
 from multimodal.data.source import BadSample, Source
+from multimodal.data.tar_index import LOST
 from multimodal.data.text import Tokenizer, build_tokenizer
 from multimodal.data.transforms import ImageTransform
 from multimodal.distributed import gather_objects, main_first, on_main, rank, world_size
@@ -42,13 +44,30 @@ def open_data(config: Config) -> Source:
     Shards that have no index yet are scanned by all ranks together, each a part of them.
 
     Raises:
-        ValueError: on all ranks, when a source cannot be opened.
+        ValueError: on all ranks, when a source cannot be opened or too many shards are lost.
     """
     for path in dict.fromkeys(_shard_paths([config.data.train, config.evaluate])):
         index_together(path)
     source = main_first(lambda: open_source(config.data.train))
+    check_shards(source, config.data.max_skipped)
     on_main(lambda: check_evaluations(config))
     return source
+
+
+def check_shards(source: Source, max_skipped: float) -> None:
+    """Samples of lost shards are as lost as unreadable ones, though nobody knows their number.
+
+    Raises:
+        ValueError: when a larger share of the shards is lost than of samples may be.
+    """
+    for part in source.sources if isinstance(source, MixtureSource) else [source]:
+        lost = sum(part.problems.get(reason, 0) for reason in LOST)
+        if lost > max_skipped * len(part.groups()):
+            raise ValueError(
+                f"{part.description}: {lost} of {len(part.groups())} shards are missing, cut or "
+                f"damaged, more than data.max_skipped={max_skipped} allows; repair them, name only "
+                "the others in data.train.path, or raise data.max_skipped"
+            )
 
 
 def _shard_paths(settings: object) -> Iterator[str]:

@@ -90,6 +90,23 @@ def test_one_shard_is_shared_by_two_ranks_with_two_workers_each(tmp_path):
         assert sorted(seen) == sorted(pictures(shards))
 
 
+# --- F27: lost shards ----------------------------------------------------------------------------
+
+
+def test_lost_shards_count_against_the_budget_before_the_first_step(tmp_path):
+    shards = make_shards(tmp_path / "data", 40, per_shard=10)
+    (shards / "00002.tar").write_bytes(b"<html>not found</html>" * 30)
+    whole = shards / "00003.tar"
+    whole.write_bytes(whole.read_bytes()[:3000])
+    path = write_config(tmp_path / "c.yaml", tiny_tree(tmp_path / "run", shards))
+    for code, told in on_ranks(2, command, path):
+        assert code == 2
+        assert "2 of 4 shards are missing, cut or damaged, more than data.max_skipped=0.01" in told
+    assert not (tmp_path / "run").exists()
+    train(tiny_config(tmp_path / "run", shards, "data.max_skipped=0.5", "train.duration=2 steps"))
+    assert (tmp_path / "run" / "model").exists()
+
+
 # --- F34: many bad samples -----------------------------------------------------------------------
 
 
