@@ -133,11 +133,13 @@ def classify(
 ) -> None:
     """Zero-shot classification of pictures by names."""
     from multimodal.data.folder import picture_files
-    from multimodal.weights.load import load
 
     names = _read_labels(labels)
+    files = [path for image in images for path in picture_files(image)]
+    from multimodal.weights.load import load
+
     pretrained = load(model, device=device)
-    paths, broken = pretrained.readable([p for image in images for p in picture_files(image)])
+    paths, broken = pretrained.readable(files)
     for path, reason in broken.items():
         typer.echo(f"{path}: left out: {reason}", err=True)
     probabilities = pretrained.classify(paths, names, templates=template)
@@ -326,7 +328,7 @@ def check(
     as_json: AsJson = False,
 ) -> None:
     """Look at data, or try a run before it starts: what is wrong, and what will limit it."""
-    run, source, tokenizer = None, None, None
+    config, run, source, tokenizer = None, None, None, None
     if len(subject) == 1 and not (is_override(subject[0]) or _is_yaml(subject[0])):
         from multimodal.data.build import source_from_path
 
@@ -353,16 +355,22 @@ def check(
                 threads=os.cpu_count() or 1,
                 progress=advance,
             )
+    problems, advice = [], []
+    if run is not None and config is not None:
+        from multimodal.train.check import data_advice, data_problems
+
+        problems = run.problems + (data_problems(config, data) if data is not None else [])
+        advice = data_advice(config, data) if data is not None else []
     if html is not None and data is not None:
         html.write_text(check_page.html_page(data), encoding="utf-8")
     if as_json:
         found = {"data": None if data is None else data.as_dict()}
         if run is not None:
-            found |= {"problems": run.problems, "run": run.facts}
+            found |= {"problems": problems, "advice": advice, "run": run.facts}
         typer.echo(json.dumps(found, indent=2))
     else:
-        check_page.print_report(data, run.facts if run else {}, run.problems if run else [])
-    if run is not None and run.problems:
+        check_page.print_report(data, run.facts if run else {}, problems, advice)
+    if problems:
         sys.exit(1)
 
 

@@ -61,7 +61,7 @@ def source_from_path(
     if any((place / name).is_file() for name in SAVED):
         return HubSource(path, image_column=image_column, caption_column=caption_column)
     if place.is_dir():
-        has_shards = any(place.glob("*.tar"))
+        has_shards = any(place.glob("*.tar")) or any(place.glob("*/*.tar"))
         return ShardSource(path) if has_shards else FolderSource(path)
     if place.suffix.lower() in ENDINGS:
         return TableSource(path, image_column, caption_column)

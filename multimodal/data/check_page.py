@@ -61,13 +61,17 @@ def broken_lines(report: DataReport) -> list[str]:
 
 
 def print_report(
-    report: DataReport | None, run: Mapping[str, object], problems: Sequence[str]
+    report: DataReport | None,
+    run: Mapping[str, object],
+    problems: Sequence[str],
+    advice: Sequence[str],
 ) -> None:
     """Show all on the console.
 
     Args:
         run: facts about a run on these data.
-        problems: what would keep it from starting.
+        problems: what would stop it.
+        advice: what could be better.
     """
     console = Console()
     if report is not None:
@@ -81,8 +85,9 @@ def print_report(
         console.print(facts, spreads)
         for line in broken_lines(report)[:_BROKEN_SHOWN]:
             console.print(f"broken: {line}", markup=False, highlight=False, soft_wrap=True)
-    for problem in problems:
-        console.print(f"problem: {problem}", markup=False, highlight=False, soft_wrap=True)
+    lines = [f"problem: {x}" for x in problems] + [f"advice: {x}" for x in advice]
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def html_page(report: DataReport) -> str:

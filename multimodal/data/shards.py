@@ -61,6 +61,9 @@ def find_shards(path: str) -> list[Path]:
     else:
         found = _expand(path)
     if not found:
+        below = sorted({str(shard.parent) for shard in Path(path).glob("*/*.tar")})
+        if below:
+            raise ValueError(f"{path!r} has its shards in {', '.join(below)}; name one of them")
         raise ValueError(
             f"{path!r} leads to no shard; give a folder with .tar files, one .tar file, or a "
             "pattern such as 'data/{00000..00099}.tar' or 'data/*.tar'"

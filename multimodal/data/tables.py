@@ -157,7 +157,10 @@ def check_columns(
         return
     near = [match for name in missing for match in difflib.get_close_matches(name, names, n=1)]
     hint = f"did you mean {', '.join(near)}? " if near else ""
-    hint += "Rename its columns, or set image_column and caption_column in a config"
+    hint += (
+        "Rename its columns, or set image_column and caption_column in a config, --image-column "
+        "and --caption-column on the command line"
+    )
     others = [other for other in "\t,;|" if other != separator and other in "".join(names)]
     if separator and len(names) == 1 and others:
         hint = (

@@ -280,7 +280,8 @@ def _train(
     texts = (_prepare(caption, unescape="unescape" in section.clean) for caption in captions)
     backend.train_from_iterator(texts, trainer)
     first = _count_ids(backend)
-    logger.info("trained a tokenizer of %d ids", first + _SPECIALS)
+    if first > len(_ALPHABET):  # else there was nothing to train on
+        logger.info("trained a tokenizer of %d ids", first + _SPECIALS)
     return Tokenizer(
         backend,
         bos_id=first,

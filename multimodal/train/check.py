@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from multimodal.config import Config
 from multimodal.data.batch import Batch
 from multimodal.data.build import open_source
+from multimodal.data.check import DataReport
 from multimodal.data.loader import step_positions
 from multimodal.data.source import Source
 from multimodal.distributed import world_size
@@ -38,6 +39,8 @@ from multimodal.weights.pretrained import Pretrained
 T = TypeVar("T")
 _SECONDS = 5
 """That each rate is measured for at least, where there is enough data."""
+_MANY = 0.1
+"""Captions for each sample that are worth a word."""
 _LARGEST = 512
 """Pairs of a step that is tried."""
 _BYTES_A_PARAMETER = 12
@@ -93,6 +96,33 @@ def check_run(config: Config) -> RunReport:
         if not problems:
             attempt(lambda: facts.update(_rates(config, accelerator, source, pretrained, schedule)))
     return RunReport(problems, facts, source, pretrained)
+
+
+def data_problems(config: Config, report: DataReport) -> list[str]:
+    """Why the training data, once looked at, would stop the run."""
+    broken, allowed = sum(report.broken.values()), config.data.max_skipped
+    if broken <= allowed * report.looked_at:
+        return []
+    return [
+        f"data.train: {broken} of {report.looked_at} samples looked at are broken, more than "
+        f"data.max_skipped={allowed} allows; repair them, or raise data.max_skipped"
+    ]
+
+
+def data_advice(config: Config, report: DataReport) -> list[str]:
+    """What could be better for these data, though the run would not fail."""
+    advice = []
+    if config.loss.duplicates == "negative" and report.repeated_captions > _MANY * report.looked_at:
+        advice.append(
+            f"{report.repeated_captions} captions repeat others, and each is a wrong negative of "
+            "its equals; set loss.duplicates=positive or ignore"
+        )
+    if report.cut and report.cut > _MANY * report.looked_at:
+        advice.append(
+            f"{report.cut} captions are longer than model.text.context_length="
+            f"{report.context_length}, and their ends are not read; lengthen it, or shorten them"
+        )
+    return advice
 
 
 def _check_folder(config: Config) -> None:

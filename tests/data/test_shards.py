@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from made_data import pairs, write_tar
 
 from multimodal.data import shards, tar_index
+from multimodal.data.build import source_from_path
 from multimodal.data.shards import ShardSource, find_shards
 from multimodal.data.source import IMAGE_EXTENSIONS, BadSample
 
@@ -271,3 +272,13 @@ def test_img2dataset_layout_is_read(tmp_path):
     (tmp_path / "00000.parquet").write_bytes(b"")
     sample = ShardSource(str(tmp_path)).read(0)
     assert (sample.key, sample.captions, sample.meta["width"]) == ("000000007", ("a dog",), 4)
+
+
+def test_shards_in_sub_folders_are_pointed_to(tmp_path):
+    """As `multimodal pack --splits` makes them."""
+    for name in ("train", "val"):
+        (tmp_path / name).mkdir()
+        write_tar(tmp_path / name / "0.tar", pairs(["a"]))
+    for open_it in (ShardSource, source_from_path):
+        with pytest.raises(ValueError, match=r"has its shards in .*train, .*val; name one"):
+            open_it(str(tmp_path))

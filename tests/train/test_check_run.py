@@ -1,13 +1,16 @@
 """A run is tried before it starts: every problem at once, and nothing written."""
 
 import json
+from dataclasses import replace
 
 from tools import finish, make_shards, retrieval, start, tiny_config, tiny_tree, write_config
 
 from multimodal.config import Config
 from multimodal.config_io import check
+from multimodal.data.build import open_source
+from multimodal.data.check import check_data
 from multimodal.models.build import build_model
-from multimodal.train.check import check_run
+from multimodal.train.check import check_run, data_advice, data_problems
 from multimodal.train.loop import train
 
 
@@ -48,6 +51,22 @@ def test_a_folder_that_holds_another_run_is_a_problem(tmp_path):
     assert len(report.problems) == 1 and "seed: 3 -> 77" in report.problems[0]
     assert check_run(tiny_config(tmp_path / "run", shards)).problems == []
     assert files(tmp_path) == before
+
+
+def test_what_the_data_hold_against_the_settings_is_a_problem_too(tmp_path):
+    shards = make_shards(tmp_path / "data", 29, broken=(4,))
+    config = tiny_config(tmp_path / "run", shards)
+    report = check_data(open_source(config.data.train))
+    (problem,) = data_problems(config, report)
+    assert "1 of 29 samples looked at are broken, more than data.max_skipped=0.01" in problem
+    enough = tiny_config(tmp_path / "run", shards, "data.max_skipped=0.1")
+    assert data_problems(enough, report) == []
+    many = replace(report, repeated_captions=20, cut=7, context_length=16)
+    repeats, cut = data_advice(config, many)
+    assert "20 captions repeat others" in repeats and "loss.duplicates=positive" in repeats
+    assert "7 captions are longer than model.text.context_length=16" in cut
+    apart = tiny_config(tmp_path / "run", shards, "loss.duplicates=ignore")
+    assert data_advice(apart, replace(many, cut=2)) == []
 
 
 def test_the_command_says_so_by_its_exit_code(tmp_path):
