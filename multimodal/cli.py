@@ -21,6 +21,12 @@ from multimodal.config import Config, EvaluateConfig
 from multimodal.config_io import dump_yaml, help_text, is_override, load_config
 from multimodal.errors import RunStopped
 
+_OF_USERS = (
+    *(FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError),
+    PermissionError,
+)
+"""Errors that come from the paths that a user gave."""
+
 app = typer.Typer(
     name="multimodal",
     help="Train, evaluate and use CLIP-style image-text models.",
@@ -362,7 +368,7 @@ def check(
         problems = run.problems + (data_problems(config, data) if data is not None else [])
         advice = data_advice(config, data) if data is not None else []
     if html is not None and data is not None:
-        html.write_text(check_page.html_page(data), encoding="utf-8")
+        html.write_text(check_page.html_page(data), encoding="utf-8", errors="replace")
     if as_json:
         found = {"data": None if data is None else data.as_dict()}
         if run is not None:
@@ -395,9 +401,9 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
         app()
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, *_OF_USERS) as error:
         _fail(error, code=2)
-    except RunStopped as error:
+    except (RunStopped, OSError) as error:
         _fail(error, code=1)
 
 

@@ -105,9 +105,12 @@ class EvalBatch:
 
 def hash64(values: Iterable[str | bytes]) -> Tensor:
     """The 64-bit BLAKE2b hash of each value, as int64 [n]."""
-    encoded = (value.encode() if isinstance(value, str) else value for value in values)
-    digests = (hashlib.blake2b(value, digest_size=8).digest() for value in encoded)
+    digests = (hashlib.blake2b(_encoded(value), digest_size=8).digest() for value in values)
     return torch.from_numpy(np.frombuffer(b"".join(digests), dtype="<i8").astype(np.int64))
+
+
+def _encoded(value: str | bytes) -> bytes:
+    return value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value
 
 
 def _map_tensors(batch, change: Callable[[Tensor], Tensor]):

@@ -18,8 +18,9 @@ from PIL import Image
 
 from multimodal.data.batch import Skip
 from multimodal.data.decode import decode
+from multimodal.data.mixture import MixtureSource
 from multimodal.data.shards import ShardSource
-from multimodal.data.source import NO_CAPTION, BadSample, Source
+from multimodal.data.source import NO_CAPTION, BadSample, Fetching, Source
 from multimodal.data.text import Tokenizer
 
 MOST = 10_000
@@ -101,6 +102,8 @@ def check_data(
     stride = max(1, -(-len(source) // most))
     indices = range(0, len(source), stride)
     shown = set(indices[:: max(1, len(indices) // _SHOWN)][:_SHOWN])
+    if isinstance(source, Fetching | MixtureSource):
+        threads = 1  # what fetches its samples keeps room for one reader
     looks, started = [], time.perf_counter()
     with ThreadPoolExecutor(threads) as pool:
         for look in pool.map(lambda index: _look(source, index, index in shown), indices):
@@ -132,7 +135,7 @@ def _look(source: Source, index: int, show: bool) -> _Look:
             pixels = decode(data)
         except BadSample as error:
             raise BadSample(error.reason, sample.key, error.detail) from error
-        if not sample.captions and "cls" not in sample.meta:
+        if not sample.captions and sample.meta.get("cls") is None:
             raise BadSample(NO_CAPTION, sample.key)
     except BadSample as error:
         place = source.place(index)

@@ -10,8 +10,10 @@ from pathlib import Path
 from multimodal.data.source import (
     IMAGE_EXTENSIONS,
     NO_CAPTION,
+    BadSample,
     Sample,
     even_groups,
+    has_picture_ending,
     parse_sidecars,
     read_file,
     report_problems,
@@ -41,8 +43,7 @@ class FolderSource:
         self.description = f"folder {path}"
         if not self._root.is_dir():
             raise ValueError(f"{path}: there is no such folder")
-        problems: Counter[str] = Counter()
-        images, sidecars = _listing(self._root)
+        images, sidecars, problems = _listing(self._root)
         self._sidecars = {key: sidecars[key] for key, _ in images if key in sidecars}
         if self._sidecars:
             problems[NO_CAPTION] = sum(key not in sidecars for key, _ in images)
@@ -83,11 +84,18 @@ class FolderSource:
     def fingerprint(self) -> str:
         digest = hashlib.sha256()
         for name in self._names:
-            size = (self._root / name).stat().st_size
+            try:
+                size = (self._root / name).stat().st_size
+            except OSError:  # such as a link that leads nowhere, which `read` complains of
+                size = -1
             digest.update(f"{name}\t{size}\n".encode("utf-8", "surrogateescape"))
         for key in sorted(self._sidecars):
             for ending in _SIDECARS:
-                if (text := self._beside(key, ending)) is not None:
+                try:
+                    text = self._beside(key, ending)
+                except BadSample:
+                    text = None
+                if text is not None:
                     digest.update(hashlib.sha256(text).digest())
         return digest.hexdigest()
 
@@ -116,16 +124,23 @@ def _looked_for() -> str:
     return f"{', '.join(IMAGE_EXTENSIONS)} in any case"
 
 
-def _listing(root: Path) -> tuple[list[tuple[str, str]], dict[str, dict[str, str]]]:
-    """Pictures and the files beside them.
+def _listing(
+    root: Path,
+) -> tuple[list[tuple[str, str]], dict[str, dict[str, str]], Counter[str]]:
+    """Pictures and the files beside them. Links to folders are followed.
 
     Returns:
-        Pictures as (relative path without ending, relative path); and by path without ending the
-        relative paths of sidecars by their ending.
+        Pictures as (relative path without ending, relative path); by path without ending the
+        relative paths of sidecars by their ending; and what else there is, by reason.
     """
-    images, sidecars = [], {}
-    for folder, folders, files in os.walk(root):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
+    images, sidecars, problems = [], {}, Counter()
+
+    def unreadable(error: OSError) -> None:
+        problems["unreadable folder"] += 1
+
+    seen = {os.path.realpath(root)}
+    for folder, folders, files in os.walk(root, followlinks=True, onerror=unreadable):
+        folders[:] = sorted(name for name in folders if _is_new(Path(folder, name), seen))
         inside = Path(folder).relative_to(root).as_posix()
         prefix = "" if inside == "." else f"{inside}/"
         for file in sorted(files):
@@ -136,5 +151,18 @@ def _listing(root: Path) -> tuple[list[tuple[str, str]], dict[str, dict[str, str
             if extension in IMAGE_EXTENSIONS:
                 images.append((key, name))
             elif extension in _SIDECARS:
+                # Some tools name the text of `cat.jpg` `cat.jpg.txt`.
+                key = split_name(key)[0] if has_picture_ending(key) else key
                 sidecars.setdefault(key, {})[extension] = name
-    return sorted(images, key=lambda pair: pair[1]), sidecars
+            else:
+                problems["unknown file type"] += 1
+    return sorted(images, key=lambda pair: pair[1]), sidecars, problems
+
+
+def _is_new(folder: Path, seen: set[str]) -> bool:
+    """Whether to look into a folder: not if hidden, nor a second time by a link."""
+    real = os.path.realpath(folder)
+    if folder.name.startswith(".") or real in seen:
+        return False
+    seen.add(real)
+    return True

@@ -7,7 +7,6 @@ workers nor that of ranks touches the order, and resuming is starting at another
 
 from __future__ import annotations
 
-import itertools
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -218,18 +217,14 @@ class _TrainSteps(Dataset):
         """
         own = self._order.locate(position)
         failures = []
-        for candidate in itertools.count(position, self._batch_size):
-            place = self._order.locate(candidate)
-            if place.part != own.part:
-                continue
+        for batches_later in range(_BAD_IN_A_ROW):
+            place = self._order.later(position, batches_later, self._batch_size)
             try:
                 return self._prepared(place.index, own.epoch, position)
             except BadSample as error:
                 failures.append(_skip(self._reading.source, place.index, error, position))
-            if candidate == position:
+            if batches_later == 0:
                 skipped += failures
-            if len(failures) == _BAD_IN_A_ROW:
-                break
         raise ValueError(
             f"{self._reading.source.description}: {_BAD_IN_A_ROW} samples in a row cannot be used, "
             f"from position {position} on; the first: {failures[0]}; the last: {failures[-1]}"

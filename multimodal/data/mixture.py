@@ -162,8 +162,14 @@ class MixtureOrder:
         return len(self._source)
 
     def locate(self, position: int) -> Place:
+        return self.later(position, 0, 0)
+
+    def later(self, position: int, batches: int, batch_size: int) -> Place:
+        """Found in the source's own order: in that of the mixture a rare source is far to seek."""
         part, turn = self._shares.locate(position)
-        own = self.orders[part].locate(turn)
+        parts = self._source.parts
+        in_a_batch = max(1, -(-batch_size * parts[part] // sum(parts)))
+        own = self.orders[part].locate(turn + batches * in_a_batch)
         return Place(own.epoch, self._source.start(part) + own.index, part)
 
     def turns(self, position: int) -> list[int]:

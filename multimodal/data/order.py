@@ -43,6 +43,10 @@ class Ordering(Protocol):
         """The sample at a position, whatever was asked before."""
         ...
 
+    def later(self, position: int, batches: int, batch_size: int) -> Place:
+        """A sample of the same source that comes up some batches later."""
+        ...
+
 
 def seed_for(seed: int, epoch: int, position: int, stream: str) -> int:
     """A 63-bit number for one random choice about one sample; the same on every machine."""
@@ -128,6 +132,9 @@ class Order:
             self._windows, (epoch, window), _KEPT_WINDOWS, lambda: self._shuffled(epoch, window)
         )
         return Place(epoch, int(samples[place]))
+
+    def later(self, position: int, batches: int, batch_size: int) -> Place:
+        return self.locate(position + batches * batch_size)
 
     def ahead(self, position: int) -> list[int]:
         """A sample of each piece in the window at a position and then in the next window."""

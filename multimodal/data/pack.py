@@ -210,7 +210,7 @@ def _members(sample: Sample, pictures: Recode) -> dict[str, bytes]:
     Raises:
         BadSample: when it has no sound picture, or neither caption nor class.
     """
-    if not sample.captions and "cls" not in sample.meta:
+    if not sample.captions and sample.meta.get("cls") is None:
         raise BadSample(NO_CAPTION, sample.key)
     try:
         image = recode(sample.image or b"", pictures)
@@ -222,7 +222,7 @@ def _members(sample: Sample, pictures: Recode) -> dict[str, bytes]:
         members["txt"] = sample.captions[0].encode("utf-8", "replace")
     if len(sample.captions) > 1:
         record["captions"] = list(sample.captions)
-    if "cls" in sample.meta:
+    if sample.meta.get("cls") is not None:
         members["cls"] = str(record.pop("cls")).encode("utf-8", "replace")
     members["json"] = json.dumps(record, ensure_ascii=False).encode("utf-8", "replace")
     return members

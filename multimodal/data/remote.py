@@ -330,7 +330,7 @@ def _stored(url: str) -> RemoteShard | None:
 
 
 def _download(shard: RemoteShard, target: Path) -> None:
-    """Fetch a shard whole, and give it the time of change that an index at hand knows it by.
+    """Fetch a shard whole.
 
     Raises:
         OSError: when it cannot be fetched in three tries.
@@ -339,11 +339,10 @@ def _download(shard: RemoteShard, target: Path) -> None:
         try:
             filesystem, path = _filesystem(shard.url)
             filesystem.get_file(path, str(target))
-            break
-        except OSError:
+            if (found := target.stat().st_size) != shard.size:
+                raise OSError(f"{found} bytes came instead of {shard.size}")
+            return
+        except Exception as error:  # each store has errors of its own
             if attempt == _TRIES - 1:
-                raise
+                raise OSError(f"{shard.url}: {error}") from error
             time.sleep(2**attempt)
-    index = _index_path(target.with_name(shard.name))
-    if (head := stored_head(index, shard.size)) is not None:
-        os.utime(target, ns=(time.time_ns(), head.mtime_ns))

@@ -291,7 +291,10 @@ class _JsonRows:
 
 
 def _json_row(line: bytes) -> dict[str, Any]:
-    row = json.loads(line)
+    try:
+        row = json.loads(line)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
     if not isinstance(row, dict):
         raise ValueError(f"a {type(row).__name__}, not an object")
     return row

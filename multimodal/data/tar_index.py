@@ -32,10 +32,11 @@ _FIELDS = dict.fromkeys(IMAGE_EXTENSIONS, IMAGE) | {"txt": TEXT, "json": RECORD,
 _UNSAFE = re.compile(r"^[/\\]|^[A-Za-z]:[/\\]|(^|[/\\])\.\.([/\\]|$)")
 """Absolute names, and names that lead out of their folder, of Unix and of Windows."""
 _HIDDEN = re.compile(r"(^|/)\.[^/]*$")
-_VERSION = 2
+_VERSION = 3
 LOST = (
     *("missing shard", "unreadable shard", "empty shard", "not a tar file"),
-    *("truncated shard", "damaged shard"),
+    *("truncated shard", "damaged shard", "data after the end of the shard"),
+    "zeros for a part of the shard",
 )
 """Reasons for a shard that is not there, or not there whole."""
 APART = "parts that do not stand side by side"

@@ -17,6 +17,8 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 BLOCK = 512
+RECORD = 20 * BLOCK
+"""A tar is filled up with zeros to a multiple of this, unless its writer was told otherwise."""
 _READ = 8 * BLOCK
 _LONGEST_EXTENSION_RECORD = 1 << 20
 _NAMES = 10
@@ -102,6 +104,7 @@ def _entries(descriptor: int) -> Iterator[tuple[int, Member]]:
     """Type and place of every member, with the names and sizes that extension records give."""
     archive = _Blocks(descriptor)
     offset = 0
+    name = ""
     override: dict[str, str] = {}
     while (header := _header_at(archive, offset)) is not None:
         kind, name, size = header
@@ -118,6 +121,20 @@ def _entries(descriptor: int) -> Iterator[tuple[int, Member]]:
             sparse = any(key.startswith("GNU.sparse") for key in override)
             yield ord("S") if sparse else kind, Member(override.get("path", name), start, size)
             override = {}
+    _check_end(archive, offset, name)
+
+
+def _check_end(archive: _Blocks, offset: int, last: str) -> None:
+    """What follows the end marker may only fill the last record up.
+
+    Zeros are also what a download leaves where it has not come to, and one shard may have been
+    written behind another.
+    """
+    for start in range(offset, archive.size, _LONGEST_EXTENSION_RECORD):
+        if archive.read(start, _LONGEST_EXTENSION_RECORD).strip(b"\0"):
+            raise _Broken("data after the end of the shard", offset=offset, member=last)
+    if archive.size - offset > 2 * RECORD:
+        raise _Broken("zeros for a part of the shard", offset=offset, member=last)
 
 
 class _Blocks:
@@ -128,6 +145,9 @@ class _Blocks:
         self._descriptor = descriptor
         self._start = 0
         self._data = b""
+
+    def read(self, offset: int, size: int) -> bytes:
+        return os.pread(self._descriptor, size, offset)
 
     def at(self, offset: int) -> bytes:
         """The block at an offset; shorter at the end of the file."""

@@ -126,3 +126,28 @@ def test_a_section_leads_to_the_right_source(tmp_path):
     assert type(open_source(folder)) is FolderSource
     assert open_source(table).read(0).captions == ("A",)
     assert open_source(shards).read(0).key == "a"
+
+
+def test_links_are_followed_once_and_broken_ones_are_bad_samples(tmp_path):
+    outside, root = tmp_path / "outside", tmp_path / "root"
+    for folder in (outside, root / "dogs"):
+        folder.mkdir(parents=True)
+        (folder / "a.jpg").write_bytes(b"a picture")
+    (root / "cats").symlink_to(outside)
+    (outside / "again").symlink_to(root)
+    (root / "dogs" / "b.jpg").symlink_to(tmp_path / "nowhere")
+    source = FolderSource(str(root))
+    assert len(source) == 3 and len(source.fingerprint()) == 64
+    assert [source.read(i).captions for i in (0, 1)] == [("cats",), ("dogs",)]
+    with pytest.raises(BadSample, match="missing file"):
+        source.read(2)
+
+
+def test_what_is_no_picture_is_counted_and_a_text_may_keep_the_ending(tmp_path):
+    for name in ("a.jpg", "b.jpg"):
+        (tmp_path / name).write_bytes(b"a picture")
+        (tmp_path / f"{name}.txt").write_text(f"of {name}")
+    (tmp_path / "c.heic").write_bytes(b"?")
+    source = FolderSource(str(tmp_path))
+    assert source.problems == {"unknown file type": 1}
+    assert [source.read(i).captions for i in (0, 1)] == [("of a.jpg",), ("of b.jpg",)]

@@ -225,3 +225,13 @@ def test_mistakes_are_refused(change, message):
     section = {"kind": "mixture", "sources": {"a": FOLDER, "b": FOLDER}} | change
     with pytest.raises(ConfigError, match=message):
         check({"train": section}, Data)
+
+
+def test_a_rare_source_finds_what_stands_in_for_a_bad_sample_at_once():
+    """In the order of the mixture the next sample of the source may be a million places away."""
+    order = training_order(made({"big": 300_000, "rare": 3}), seed=1, window=1000)
+    position = next(p for p in range(len(order)) if order.locate(p).part == 1)
+    places = [order.later(position, batches, 256) for batches in range(6)]
+    assert places[0] == order.locate(position)
+    assert {place.part for place in places} == {1}
+    assert sorted(place.index - 300_000 for place in places) == [0, 0, 1, 1, 2, 2]

@@ -133,6 +133,26 @@ def test_a_shard_replaced_or_removed_before_it_is_read_is_noticed(tmp_path):
         source.read(0)
 
 
+@pytest.mark.parametrize("start", [12, 13])
+def test_zeros_for_a_part_of_a_shard_are_not_its_end(tmp_path, start):
+    """What a download leaves that has reserved its place and not come to it."""
+    path = tmp_path / "a.tar"
+    write_tar(path, pairs([f"k{i}" for i in range(60)]))
+    data = bytearray(path.read_bytes())
+    place = start * len(data) // 40 // 512 * 512
+    data[place:] = bytes(len(data) - place)
+    path.write_bytes(data)
+    assert "zeros for a part of the shard" in ShardSource(str(path)).problems
+
+
+def test_a_shard_behind_another_is_not_lost_without_a_word(tmp_path):
+    for name in "ab":
+        write_tar(tmp_path / f"{name}.tar", pairs([f"{name}1", f"{name}2"]))
+    both = tmp_path / "c.tar"
+    both.write_bytes(b"".join((tmp_path / f"{name}.tar").read_bytes() for name in "ab"))
+    assert "data after the end of the shard" in ShardSource(str(both)).problems
+
+
 # --- F27: not a shard ----------------------------------------------------------------------------
 
 

@@ -205,6 +205,11 @@ def test_words_that_stand_for_nothing_elsewhere_are_words_here():
     assert skips == []
 
 
+def test_half_a_surrogate_pair_does_not_end_the_run():
+    captions, skips = trained_on(Captioned(("a \ud83d cat",), ("\ud83d\ude00",)), train())
+    assert len(captions) == 2 and skips == []
+
+
 @pytest.mark.parametrize(
     ("files", "captions"),
     [
