@@ -103,14 +103,15 @@ class EvalBatch:
         return _map_tensors(self, torch.Tensor.pin_memory)
 
 
-def hash64(values: Iterable[str | bytes]) -> Tensor:
-    """The 64-bit BLAKE2b hash of each value, as int64 [n]."""
-    digests = (hashlib.blake2b(_encoded(value), digest_size=8).digest() for value in values)
+def hash64(texts: Iterable[str]) -> Tensor:
+    """The 64-bit BLAKE2b hash of each text, as int64 [n]."""
+    encoded = (text.encode("utf-8", "surrogatepass") for text in texts)
+    return from_digests(hashlib.blake2b(text, digest_size=8).digest() for text in encoded)
+
+
+def from_digests(digests: Iterable[bytes]) -> Tensor:
+    """Digests of 8 bytes as int64 [n]."""
     return torch.from_numpy(np.frombuffer(b"".join(digests), dtype="<i8").astype(np.int64))
-
-
-def _encoded(value: str | bytes) -> bytes:
-    return value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value
 
 
 def _map_tensors(batch, change: Callable[[Tensor], Tensor]):
