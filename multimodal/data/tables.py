@@ -11,6 +11,8 @@ import csv as plain_csv
 import difflib
 import hashlib
 import json
+import logging
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,6 +24,8 @@ from pyarrow import csv, parquet
 from multimodal.data.row_file import RowFile
 from multimodal.data.source import BadSample, Sample, Scalar, clean_captions, even_groups, read_file
 from multimodal.files import file_hash
+
+log = logging.getLogger(__name__)
 
 ENDINGS = (".csv", ".tsv", ".jsonl", ".parquet")
 compute: Any = pyarrow.compute  # whose functions are made at run time
@@ -220,7 +224,23 @@ def _read_csv(path: Path, separator: str, names: list[str], texts: Sequence[str]
     for i, name in enumerate(table.column_names):
         if name not in texts:
             table = table.set_column(i, name, _typed(table.column(i)))
+    _warn_of_joined_rows(path, table, separator, texts)
     return table
+
+
+def _warn_of_joined_rows(path: Path, table: pa.Table, separator: str, texts: Sequence[str]) -> None:
+    """A quote without its partner makes one text of all rows up to the next quote."""
+    looks_joined = rf"\n[^\n]*{re.escape(separator)}"
+    counts = (
+        compute.sum(compute.match_substring_regex(table.column(name), looks_joined)).as_py()
+        for name in texts
+    )
+    if joined := sum(count or 0 for count in counts):
+        log.warning(
+            "%s: %d texts hold a line break and then %r; if these are rows, a quote before has "
+            "no partner: double it, and put the text in quotes",
+            *(path, joined, separator),
+        )
 
 
 _TYPES = (

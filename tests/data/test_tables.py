@@ -297,3 +297,12 @@ def test_dates_and_categories_are_metadata_too(tmp_path):
     pq.write_table(table, tmp_path / "t.parquet")
     assert source_from_path(str(tmp_path / "t.csv")).read(0).meta == {"day": "2024-02-03"}
     assert source_from_path(str(tmp_path / "t.parquet")).read(0).meta == {"kind": "cat"}
+
+
+def test_rows_that_a_lone_quote_joins_are_told(tmp_path, caplog):
+    path = tmp_path / "t.csv"
+    path.write_text('image,caption\n0.jpg,"two\nlines"\n1.jpg,one\n')
+    assert len(TableSource(str(path))) == 2 and not caplog.text
+    path.write_text('image,caption\n0.jpg,"no end\n1.jpg,one\n2.jpg,two\n')
+    assert len(TableSource(str(path))) == 1
+    assert "1 texts hold a line break and then ','" in caplog.text
