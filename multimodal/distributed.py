@@ -186,11 +186,6 @@ def gradient_norm(model: nn.Module) -> Tensor:
     return nn.utils.get_total_norm(norms)
 
 
-def any_rank(flag: bool) -> bool:
-    """Whether the flag is set on at least one rank; all ranks get the same answer."""
-    return bool(all_reduce_max(torch.tensor(int(flag))).item())
-
-
 def barrier() -> None:
     """Wait until every rank is here."""
     if world_size() > 1:

@@ -4,7 +4,8 @@
 
 JPEGs go through torchvision (libjpeg-turbo), everything else through Pillow, and so do JPEGs that
 may be decoded at a part of their size, which torchvision cannot do. A picture is used whole or not
-at all: one that is cut short is a bad sample, never half a picture over grey.
+at all: one that is cut short is a bad sample. (A JPEG that was cut and then closed with an end
+marker cannot be told from a whole one, since libjpeg fills it up with grey.)
 """
 
 from __future__ import annotations

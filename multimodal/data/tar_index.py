@@ -289,12 +289,10 @@ class StoredHead(NamedTuple):
     Attributes:
         samples: Number of usable samples.
         problems: What was left out, by reason.
-        mtime_ns: Time of change of the shard that the index was made from.
     """
 
     samples: int
     problems: dict[str, int]
-    mtime_ns: int
 
 
 def stored_head(place: Path, size: int) -> StoredHead | None:
@@ -304,8 +302,7 @@ def stored_head(place: Path, size: int) -> StoredHead | None:
         stamp = about["stamp"]
         if (stamp["version"], stamp["size"]) != (_VERSION, size):
             return None
-        problems = _findings(about["problems"]).counts()
-        return StoredHead(about["samples"], problems, stamp["mtime_ns"])
+        return StoredHead(about["samples"], _findings(about["problems"]).counts())
     except _UNREADABLE:
         return None
 

@@ -42,17 +42,20 @@ def folder(tmp_path_factory):
     return place
 
 
-def test_the_facts_are_those_of_the_files(folder):
-    tokenizer = build_tokenizer(
+def tokenizer_of(context_length):
+    return build_tokenizer(
         BpeTokenizer(kind="bpe"),
-        context_length=16,
+        context_length=context_length,
         fixed_length=False,
         vocab_size=300,
         captions=CAPTIONS,
     )
+
+
+def test_the_facts_are_those_of_the_files(folder):
     seen = []
     source = FolderSource(str(folder))
-    report = check_data(source, tokenizer=tokenizer, threads=3, progress=seen.append)
+    report = check_data(source, tokenizer=tokenizer_of(16), threads=3, progress=seen.append)
     assert sum(seen) == report.samples == report.looked_at == 6
     assert report.formats == {"PNG": 4, "JPEG": 1}
     assert list(report.broken.values()) == [1] and len(report.broken_samples) == 1
@@ -68,14 +71,7 @@ def test_the_facts_are_those_of_the_files(folder):
     assert report.spreads["aspect"]["most"] == 4 and report.spreads["aspect"]["least"] == 1
     assert report.spreads["characters"]["most"] == len(CAPTIONS[-1].strip())
     # A text that is cut has the length of the context, and so may one that just fits.
-    uncut = build_tokenizer(
-        BpeTokenizer(kind="bpe"),
-        context_length=999,
-        fixed_length=False,
-        vocab_size=300,
-        captions=CAPTIONS,
-    )
-    lengths = uncut.encode([caption.strip() for caption in CAPTIONS]).lengths
+    lengths = tokenizer_of(999).encode([caption.strip() for caption in CAPTIONS]).lengths
     assert report.cut == int((lengths > 16).sum()) >= 1
     assert report.spreads["tokens"]["most"] == int(lengths.max())
 

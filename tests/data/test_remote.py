@@ -323,7 +323,7 @@ def test_the_head_of_an_index_is_read_without_parsing_python(local, monkeypatch)
         about = json.loads(stored["about"].tobytes())
     monkeypatch.setattr(ast, "literal_eval", None)
     state = shard.stat()
-    assert stored_head(place, state.st_size) == (about["samples"], {}, state.st_mtime_ns)
+    assert stored_head(place, state.st_size) == (about["samples"], {})
     assert summarize(shard).samples == about["samples"] == 3
     assert stored_head(place, 5) is stored_head(local / "none.npz", state.st_size) is None
 

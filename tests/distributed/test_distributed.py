@@ -31,7 +31,6 @@ def exercise():
         "broadcast": distributed.broadcast_object(f"from {r}"),
         "sum": distributed.all_reduce_sum(torch.tensor([r, 1])),
         "max": distributed.all_reduce_max(torch.tensor([r, -r])),
-        "any": (distributed.any_rank(r == world - 1), distributed.any_rank(False)),
         "on_main": distributed.on_main(lambda: distributed.rank() + 7),
         "mistake": mistake,
     }
@@ -53,7 +52,6 @@ def test_collectives_see_all_ranks_in_order(world):
         assert result["broadcast"] == "from 0"
         assert result["sum"].tolist() == [sum(range(world)), world]
         assert result["max"].tolist() == [world - 1, 0]
-        assert result["any"] == (True, False)
         assert result["on_main"] == 7
         assert "seven" in result["mistake"]
 
