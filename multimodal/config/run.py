@@ -1,0 +1,155 @@
+"""Objective, optimisation, bookkeeping, and the whole configuration of a run."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+
+from multimodal.config.base import DurationText, EveryText, Fraction, Probability, Section
+from multimodal.config.data import Data
+from multimodal.config.evaluation import Evaluation
+from multimodal.config.model import Model
+
+DuplicatesMode = Literal["negative", "ignore", "positive"]
+
+
+class ContrastiveSection(Section):
+    """InfoNCE over the global batch in both directions (arXiv 2103.00020)."""
+
+    kind: Literal["contrastive"]
+    """Softmax cross-entropy of each picture over all texts, and of each text over all pictures."""
+    label_smoothing: Fraction = 0.0
+    """Share of each target that is spread evenly over all candidates."""
+    duplicates: DuplicatesMode = "negative"
+    """Pairs with one picture or one caption: left out (`ignore`), or sharing the target."""
+
+
+class SigmoidSection(Section):
+    """Pairwise sigmoid loss over the global batch (arXiv 2303.15343)."""
+
+    kind: Literal["sigmoid"]
+    """Binary cross-entropy of every picture-text pair."""
+    duplicates: DuplicatesMode = "negative"
+    """Pairs with one picture or one caption: left out (`ignore`), or labelled like own pairs."""
+
+
+Loss = Annotated[ContrastiveSection | SigmoidSection, Field(discriminator="kind")]
+
+
+class Optim(Section):
+    """AdamW with warm-up and cosine decay."""
+
+    lr: PositiveFloat = 5e-4
+    """Peak learning rate."""
+    betas: Annotated[list[Fraction], Field(min_length=2, max_length=2)] = [0.9, 0.98]
+    """Decay rates of the gradient's first and second moment."""
+    eps: PositiveFloat = 1e-6
+    """Added to the root of the second moment."""
+    weight_decay: NonNegativeFloat = 0.2
+    """Decay of matrices; norms, biases, positions, class token and temperature have none."""
+    warmup: DurationText = "5%"
+    """Linear rise of the learning rate from 0: `5%` of the run, `2000 steps`, ..."""
+    final_lr: Probability = 0.0
+    """Learning rate at the end as a share of the peak."""
+    clip_grad_norm: PositiveFloat | None = 1.0
+    """Largest gradient norm over all parameters; null leaves gradients as they are."""
+
+
+class Train(Section):
+    """How much is trained."""
+
+    batch_size: PositiveInt = 256
+    """Pairs in a step over all processes; every pair is a negative of every other."""
+    micro_batch_size: PositiveInt | Literal["auto"] | None = None
+    """Pairs that fit on a device at once; more work, the same gradient. `auto` (CUDA) tries."""
+    checkpoint_activations: Literal["none", "selective", "full"] = "none"
+    """Save memory by computing again: the MLPs' hidden layers (`selective`) or whole blocks."""
+    compile: bool = False
+    """Compile the model (torch.compile): a slow first step, then faster ones, above all on GPUs."""
+    freeze: list[Literal["image", "text", "temperature"]] = []
+    """Parts that keep their weights: a tower with its projection, or the logits' temperature."""
+    duration: DurationText = "32 epochs"
+    """Length of the run: `32 epochs`, `1000 steps` or `2e6 samples`."""
+    max_nonfinite: PositiveInt = 10
+    """Steps in a row, left out since loss or gradient was not finite, that stop the run."""
+
+    @model_validator(mode="after")
+    def _something_learns(self):
+        if {"image", "text"} <= set(self.freeze):
+            raise ValueError(f"freeze={self.freeze} leaves no tower to train; keep one out")
+        return self
+
+
+class Checkpoint(Section):
+    """When the state of a run is saved."""
+
+    every: EveryText = "1 epochs"
+    """Interval between checkpoints, as a duration or `10 min`; the end always saves one."""
+    keep: PositiveInt = 2
+    """Complete checkpoints to keep; an older one is removed only after a newer one is complete."""
+
+
+class Wandb(Section):
+    """Weights & Biases. `metrics.jsonl` is written in any case; this is a copy of it."""
+
+    mode: Literal["offline", "online", "disabled"] = "disabled"
+    """`offline` needs no network and no account; `wandb sync` sends it later."""
+    project: str = "multimodal"
+    """Name of the project there."""
+
+
+class Log(Section):
+    """What a run reports."""
+
+    every: EveryText = "10 steps"
+    """Interval between rows of metrics, as a duration or `10 min`."""
+    wandb: Wandb = Wandb()
+    """Weights & Biases."""
+
+
+class Config(Section):
+    """One training run."""
+
+    run: str = "runs/default"
+    """Run folder. Running the same command again resumes the run in it."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Seed of weights, order, augmentation and dropout."""
+    model: Model
+    """What is trained."""
+    loss: Loss = ContrastiveSection(kind="contrastive")
+    """Training objective."""
+    data: Data
+    """What it is trained on."""
+    train: Train = Train()
+    """How much is trained."""
+    optim: Optim = Optim()
+    """How the weights move."""
+    evaluate: dict[str, Evaluation] = {}
+    """Evaluations by name."""
+    checkpoint: Checkpoint = Checkpoint()
+    """When the state is saved."""
+    log: Log = Log()
+    """What is reported."""
+
+    @model_validator(mode="after")
+    def _frozen_towers_are_trained(self):
+        for side in ("image", "text"):
+            tower = getattr(self.model, side)
+            trained = getattr(tower, "pretrained", False)
+            projected = getattr(self.model, f"{side}_projection") != "none"
+            if side in self.train.freeze and (projected or not trained):
+                raise ValueError(
+                    f"train.freeze={self.train.freeze} would keep random weights: a frozen {side} "
+                    f"side needs model.{side}.pretrained=true (kind timm or hf) and "
+                    f"model.{side}_projection=none"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _sigmoid_has_a_bias(self):
+        if self.loss.kind == "sigmoid" and self.model.logit_bias is None:
+            raise ValueError(
+                "loss.kind=sigmoid needs model.logit_bias; set auto, or a number (SigLIP: -10)"
+            )
+        return self
