@@ -17,7 +17,7 @@ from multimodal.errors import RunStopped
 from multimodal.evaluate.run import evaluate
 from multimodal.losses import ContrastiveLoss
 from multimodal.losses.metrics import LossMetrics
-from multimodal.train import loop
+from multimodal.train import evaluating, loop
 from multimodal.train.loop import train
 
 COLUMNS = [
@@ -122,15 +122,16 @@ class PowerCut(Exception):
 
 
 def stop_at(monkeypatch, name, when=lambda *a, **k: True):
-    """Let a function of the loop fail, as if the machine had stopped there."""
-    real = getattr(loop, name)
+    """Let a function of the engine fail, as if the machine had stopped there."""
+    module = loop if hasattr(loop, name) else evaluating
+    real = getattr(module, name)
 
     def stopped(*args, **kwargs):
         if when(*args, **kwargs):
             raise PowerCut
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(loop, name, stopped)
+    monkeypatch.setattr(module, name, stopped)
 
 
 RANDOM_HERE = [setting for setting in RANDOM if "workers" not in setting]

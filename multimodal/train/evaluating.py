@@ -1,0 +1,76 @@
+"""The evaluations of a run: those that are due at a step, and its end."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from matplotlib.figure import FigureBase
+
+from multimodal.config import Config, Retrieval
+from multimodal.data.build import open_source
+from multimodal.distributed import on_main
+from multimodal.evaluate.report import draw_predictions, first_captions, print_results
+from multimodal.evaluate.run import evaluate
+from multimodal.train.checkpoint import Checkpoint
+from multimodal.train.curves import write_report
+from multimodal.train.report import Report, Row, read_rows
+from multimodal.train.run_folder import publish_model, read_results, write_results
+from multimodal.train.schedule import Schedule
+from multimodal.weights.pretrained import Pretrained
+
+log = logging.getLogger(__name__)
+
+
+def evaluate_due(
+    config: Config,
+    schedule: Schedule,
+    pretrained: Pretrained,
+    report: Report,
+    step: int,
+    minutes: tuple[float, float] = (0.0, 0.0),
+) -> None:
+    """Run the evaluations that belong to a step and have no row yet.
+
+    They come after the checkpoint, which a broken evaluation then cannot cost; a run that was
+    stopped between the two makes up for them when it resumes.
+    """
+    sections = config.evaluate.items()
+    due = [name for name, s in sections if schedule.is_time(s.every, step, minutes=minutes)]
+    if due:
+        done = on_main(lambda: _evaluations_at(Path(config.run), step))
+        for name in (n for n in due if n not in done):
+            figures = evaluate(pretrained, config.evaluate[name], workers=config.data.workers)
+            report.evaluation(step, name, figures)
+
+
+def finish(config: Config, pretrained: Pretrained, last: Checkpoint) -> None:
+    """Write what is left of the run: results, report, the model."""
+    run = Path(config.run)
+
+    def write() -> None:
+        results = _evaluations_at(run, last.step)
+        write_results(run, {name: results[name] for name in config.evaluate})
+        pictures = _picture_sheet(config, pretrained)
+        write_report(run, read_rows(run / "metrics.jsonl"), pictures)
+        publish_model(run, last.path)
+
+    on_main(write)
+    log.info("finished: %s after %d steps; the model is in %s", run, last.step, run / "model")
+    on_main(lambda: print_results(read_results(run)))
+
+
+def _picture_sheet(config: Config, pretrained: Pretrained) -> Callable[[FigureBase], None] | None:
+    """What draws pictures of the first retrieval evaluation with their most probable captions."""
+    for section in config.evaluate.values():
+        if isinstance(section, Retrieval):
+            source = open_source(section.data)
+            captions = first_captions(source)
+            return lambda figure: draw_predictions(pretrained, source, captions, figure)
+    return None
+
+
+def _evaluations_at(run: Path, step: int) -> dict[str, Row]:
+    rows = [r for r in read_rows(run / "metrics.jsonl") if r["step"] == step and "eval" in r]
+    return {r["eval"]: {k: v for k, v in r.items() if k not in ("step", "eval")} for r in rows}
