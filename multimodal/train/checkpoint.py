@@ -23,21 +23,16 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
-from multimodal import config
-from multimodal.data.text import Tokenizer
 from multimodal.files import file_hash, move_folder
-from multimodal.models.two_tower import TwoTower
-from multimodal.train.optim import named_parameters
+from multimodal.train.snapshot import OPTIMIZER_FILE, Snapshot
 from multimodal.weights.save import save_model
 
 log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"step-(\d{8,})")
 _PACKAGES = ("multimodal", "torch", "accelerate", "safetensors", "timm", "transformers", "numpy")
-_SLOTS = ("exp_avg", "exp_avg_sq", "step")
 
 
 @dataclass(frozen=True)
@@ -95,25 +90,20 @@ class Checkpoints:
             log.info("removing the incomplete checkpoint %s", path)
             shutil.rmtree(path)
 
-    def save(
-        self,
-        *,
-        state: dict[str, Any],
-        model: TwoTower,
-        section: config.Model,
-        tokenizer: Tokenizer,
-        optimizer: torch.optim.Optimizer,
-    ) -> Path:
-        """Write a checkpoint, then retire old ones.
-
-        Args:
-            state: JSON values; `step` names the folder.
-        """
+    def save(self, snapshot: Snapshot) -> Checkpoint:
+        """Write a checkpoint, then retire old ones."""
+        state, pretrained = snapshot.state, snapshot.pretrained
         path = self._folder / f"step-{state['step']:08d}"
         temporary = path.with_name(f".{path.name}")
         temporary.mkdir(parents=True)
-        save_model(temporary / "model", model=model, section=section, tokenizer=tokenizer)
-        save_file(optimizer_state(optimizer), temporary / "optimizer.safetensors")
+        save_model(
+            temporary / "model",
+            model=pretrained.model,
+            section=pretrained.config,
+            tokenizer=pretrained.tokenizer,
+            weights=snapshot.weights,
+        )
+        save_file(snapshot.optimizer, temporary / OPTIMIZER_FILE)
         _write_json(temporary / "state.json", {**state, "versions": _versions()})
         files = [p for p in temporary.rglob("*") if p.is_file()]
         manifest = {
@@ -124,7 +114,7 @@ class Checkpoints:
         move_folder(temporary, path)
         self._sound.add(path)
         self._retire()
-        return path
+        return Checkpoint(path, state)
 
     def _retire(self) -> None:
         """Remove all that is older than the newest `keep` sound checkpoints."""
@@ -161,51 +151,6 @@ def find_damage(path: Path) -> str | None:
         if file_hash(file) != digest:
             return f"{name} has changed since it was written (SHA-256 differs)"
     return None
-
-
-def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """AdamW's state as flat tensors; a parameter that never had a gradient counts as untouched."""
-    flat = {}
-    for name, parameter in named_parameters(optimizer).items():
-        own = optimizer.state.get(parameter) or _untouched(parameter)
-        for slot in _SLOTS:
-            flat[f"{slot}.{name}"] = own[slot].detach().cpu().contiguous()
-    return flat
-
-
-def load_optimizer(path: Path, optimizer: torch.optim.Optimizer) -> None:
-    """Restore AdamW's state from a checkpoint folder.
-
-    Raises:
-        ValueError: when a tensor is missing, unexpected or of another shape.
-    """
-    flat = load_file(path / "optimizer.safetensors")
-    parameters = named_parameters(optimizer)
-    expected = {f"{slot}.{name}" for name in parameters for slot in _SLOTS}
-    if set(flat) != expected:
-        raise ValueError(
-            f"{path}/optimizer.safetensors does not fit the model: missing "
-            f"{sorted(expected - set(flat))}, unexpected {sorted(set(flat) - expected)}"
-        )
-    for name, parameter in parameters.items():
-        own = _untouched(parameter)
-        for slot, tensor in own.items():
-            saved = flat[f"{slot}.{name}"]
-            if saved.shape != tensor.shape:
-                raise ValueError(
-                    f"{path}/optimizer.safetensors: {slot}.{name} is {list(saved.shape)} instead "
-                    f"of {list(tensor.shape)}"
-                )
-            tensor.copy_(saved)
-        optimizer.state[parameter] = own
-
-
-def _untouched(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    return {
-        "exp_avg": torch.zeros_like(parameter),
-        "exp_avg_sq": torch.zeros_like(parameter),
-        "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-    }
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

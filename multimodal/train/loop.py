@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 
 from multimodal.config import Config
@@ -16,7 +16,7 @@ from multimodal.data.source import Source
 from multimodal.distributed import is_main, on_main, rank, shutdown, world_size
 from multimodal.evaluate.report import print_results
 from multimodal.losses.build import build_loss
-from multimodal.train.checkpoint import Checkpoint, Checkpoints, load_optimizer
+from multimodal.train.checkpoint import Checkpoint, Checkpoints
 from multimodal.train.clock import Clock
 from multimodal.train.evaluating import evaluate_due, finish
 from multimodal.train.guard import Guard
@@ -32,6 +32,7 @@ from multimodal.train.run_folder import (
     write_config,
 )
 from multimodal.train.schedule import Schedule, plan
+from multimodal.train.snapshot import load_optimizer, take_snapshot
 from multimodal.train.start import (
     check_fingerprint,
     check_tokenizer,
@@ -158,7 +159,9 @@ def _run(
                 report.flush()
                 state = _state(config, source, schedule, step, fingerprint)
                 state |= guard.state() | {"micro_batch_size": micro_batch_size}
-                found = _save(checkpoints, state, pretrained, optimizer)
+                snapshot = take_snapshot(state, pretrained, optimizer)
+                found = on_main(partial(checkpoints.save, snapshot))
+                log.info("step %d  saved %s", step, found.path)
 
             evaluate_due(config, schedule, pretrained, report, step, minutes)
 
@@ -230,22 +233,3 @@ def _state(
         },
         "config": config.model_dump(),
     }
-
-
-def _save(
-    checkpoints: Checkpoints,
-    state: dict[str, Any],
-    pretrained: Pretrained,
-    optimizer: torch.optim.Optimizer,
-) -> Checkpoint:
-    path = on_main(
-        lambda: checkpoints.save(
-            state=state,
-            model=pretrained.model,
-            section=pretrained.config,
-            tokenizer=pretrained.tokenizer,
-            optimizer=optimizer,
-        )
-    )
-    log.info("step %d  saved %s", state["step"], path)
-    return Checkpoint(path, state)

@@ -11,11 +11,13 @@ Each file is replaced atomically, and a folder without config.json is incomplete
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 import multimodal
 from multimodal import config
@@ -31,7 +33,12 @@ TEXT_FOLDER = "text"
 
 
 def save_model(
-    folder: Path | str, *, model: TwoTower, section: config.Model, tokenizer: Tokenizer
+    folder: Path | str,
+    *,
+    model: TwoTower,
+    section: config.Model,
+    tokenizer: Tokenizer,
+    weights: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Write the model folder; one that is there already is replaced.
 
@@ -40,6 +47,7 @@ def save_model(
         model: without wrappers (DDP, compiled).
         section: what the model was built from.
         tokenizer: what its texts were encoded with.
+        weights: a state dict to save instead of the model's own.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -47,9 +55,8 @@ def save_model(
     tokenizer.save(folder)
     if isinstance(section.text, config.HfText):
         model.text.save_architecture(folder / TEXT_FOLDER)
-    state = {
-        name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()
-    }
+    weights = model.state_dict() if weights is None else weights
+    state = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
     write_atomically(folder / WEIGHTS_FILE, lambda path: save_file(state, path))
     text = json.dumps(_describe(section, tokenizer), indent=2) + "\n"
     write_atomically(folder / CONFIG_FILE, lambda path: path.write_text(text, encoding="utf-8"))

@@ -13,10 +13,13 @@ import multimodal.train.checkpoint as module
 from multimodal.config import Model, Optim
 from multimodal.config_io import check
 from multimodal.data.text import build_tokenizer
+from multimodal.data.transforms import ImageTransform
 from multimodal.models.build import build_model
-from multimodal.train.checkpoint import Checkpoints, load_optimizer
+from multimodal.train.checkpoint import Checkpoints
 from multimodal.train.optim import build_optimizer, named_parameters
+from multimodal.train.snapshot import load_optimizer, take_snapshot
 from multimodal.weights.load import load
+from multimodal.weights.pretrained import Pretrained
 
 SECTION = check(TINY["model"], Model)
 FILES = (
@@ -41,7 +44,15 @@ def parts():
     tokenizer = build_tokenizer(
         SECTION.tokenizer, context_length=16, fixed_length=False, vocab_size=300, captions=["a b"]
     )
-    return {"model": model, "optimizer": optimizer, "tokenizer": tokenizer, "section": SECTION}
+    transform = ImageTransform(SECTION.image.image_size, SECTION.preprocess)
+    return {
+        "pretrained": Pretrained(model, transform, tokenizer, SECTION),
+        "optimizer": optimizer,
+    }
+
+
+def snapshot(parts, step, **state):
+    return take_snapshot({"step": step, **state}, **parts)
 
 
 @pytest.fixture
@@ -49,7 +60,7 @@ def saved(tmp_path, parts):
     """Checkpoints of steps 4, 8 and 12 in `tmp_path`."""
     checkpoints = Checkpoints(tmp_path, keep=3)
     for step in (4, 8, 12):
-        checkpoints.save(state={"step": step, "skipped": 0}, **parts)
+        checkpoints.save(snapshot(parts, step, skipped=0))
     return tmp_path
 
 
@@ -66,7 +77,7 @@ def test_everything_comes_back(saved, parts):
     assert (found.step, found.state["skipped"]) == (12, 0)
     assert found.state["versions"]["torch"] in torch.__version__
     model = load(found.model).model
-    for name, tensor in parts["model"].state_dict().items():
+    for name, tensor in parts["pretrained"].model.state_dict().items():
         assert model.state_dict()[name].equal(tensor)
     optimizer = build_optimizer(model, Optim())
     load_optimizer(found.path, optimizer)
@@ -93,8 +104,8 @@ def test_a_restored_optimizer_goes_on_like_the_first(saved, parts):
 
 
 def test_a_parameter_without_gradient_is_saved_as_untouched(tmp_path, parts):
-    optimizer = build_optimizer(parts["model"], Optim())
-    Checkpoints(tmp_path, keep=1).save(state={"step": 1}, **{**parts, "optimizer": optimizer})
+    optimizer = build_optimizer(parts["pretrained"].model, Optim())
+    Checkpoints(tmp_path, keep=1).save(snapshot({**parts, "optimizer": optimizer}, 1))
     flat = load_file(tmp_path / "checkpoints/step-00000001/optimizer.safetensors")
     assert len(flat) == 3 * len(named_parameters(optimizer))
     assert not any(tensor.any() for tensor in flat.values())
@@ -152,7 +163,7 @@ def test_a_save_that_stops_midway_changes_nothing(saved, parts, where, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(module, where, stop)
         with pytest.raises(OSError, match="No space"):
-            Checkpoints(saved, keep=1).save(state={"step": 16}, **parts)
+            Checkpoints(saved, keep=1).save(snapshot(parts, 16))
     again = Checkpoints(saved, keep=3)
     assert again.find_resume().step == 12
     assert set(before) < set(names(saved))
@@ -163,7 +174,7 @@ def test_a_save_that_stops_midway_changes_nothing(saved, parts, where, monkeypat
 
 
 def test_only_the_newest_sound_ones_are_kept(saved, parts):
-    Checkpoints(saved, keep=2).save(state={"step": 16}, **parts)
+    Checkpoints(saved, keep=2).save(snapshot(parts, 16))
     assert names(saved) == ["step-00000012", "step-00000016"]
 
 
@@ -172,9 +183,9 @@ def test_a_damaged_one_does_not_count_as_kept(saved, parts):
     truncate(newest(saved))
     checkpoints = Checkpoints(saved, keep=2)
     assert checkpoints.find_resume().step == 8
-    checkpoints.save(state={"step": 10}, **parts)
+    checkpoints.save(snapshot(parts, 10))
     assert names(saved) == [f"step-{step:08d}" for step in (8, 10, 12)]
-    checkpoints.save(state={"step": 12}, **parts)
+    checkpoints.save(snapshot(parts, 12))
     assert names(saved) == ["step-00000010", "step-00000012"]
     assert Checkpoints(saved, keep=2).find_resume().step == 12
 
@@ -183,7 +194,7 @@ def test_the_last_sound_one_is_never_retired(saved, parts):
     for step in (8, 12):
         truncate(saved / f"checkpoints/step-{step:08d}")
     checkpoints = Checkpoints(saved, keep=2)
-    checkpoints.save(state={"step": 16}, **parts)
+    checkpoints.save(snapshot(parts, 16))
     assert "step-00000004" in names(saved)
 
 
@@ -198,7 +209,7 @@ def test_an_old_one_is_removed_only_after_the_new_one_is_there(saved, parts, mon
         real(path, **kwargs)
 
     monkeypatch.setattr(module.shutil, "rmtree", watch)
-    Checkpoints(saved, keep=1).save(state={"step": 16}, **parts)
+    Checkpoints(saved, keep=1).save(snapshot(parts, 16))
     assert len(removed) == 3
 
 
@@ -215,7 +226,7 @@ def test_an_optimizer_state_that_does_not_fit_is_refused(saved, parts, change):
         flat[name] = torch.ones(2)
     save_file(flat, path)
     with pytest.raises(ValueError, match="logit_scale" if change != "unexpected" else "other"):
-        load_optimizer(newest(saved), build_optimizer(parts["model"], Optim()))
+        load_optimizer(newest(saved), build_optimizer(parts["pretrained"].model, Optim()))
 
 
 def test_a_planted_pickle_is_never_run(saved, tmp_path):
