@@ -148,31 +148,6 @@ def psnr(kind: Pictures, jpegs: list[bytes]) -> float:
     return 10 * np.log10(255**2 / np.mean(errors))
 
 
-def measure(loader: Iterable[Any]) -> dict[str, float]:
-    """Samples a second by the clock and by the worker's processor time, after the warm-up."""
-    samples = start = busy = end = end_busy = 0.0
-    for number, batch in enumerate(loader):
-        if number < WARM_UP:
-            start, busy = time.perf_counter(), worker_seconds()
-        else:
-            images = batch[0] if isinstance(batch, list | tuple) else batch.images
-            samples += len(images)
-            end, end_busy = time.perf_counter(), worker_seconds()
-    return {
-        "clock": round(samples / (end - start), 1),
-        "cpu": round(samples / (end_busy - busy), 1),
-    }
-
-
-def worker_seconds() -> float:
-    """Processor time of the living child processes (Linux)."""
-    ticks = 0
-    for child in multiprocessing.active_children():
-        fields = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()
-        ticks += int(fields[11]) + int(fields[12])
-    return ticks / os.sysconf("SC_CLK_TCK")
-
-
 def our_loader(folder: str, samples: int, batch_size: int) -> Iterable[Any]:
     from multimodal import config
     from multimodal.data.loader import train_loader
