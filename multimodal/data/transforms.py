@@ -116,7 +116,9 @@ class ImageTransform:
 
     def _interpolated(self, pixels: Tensor, height: int, width: int) -> Tensor:
         mode = self.preprocess.interpolation
-        return F.interpolate(pixels[None], (height, width), mode=mode, antialias=True)[0]
+        # Of a crop that still lies within its picture, the kernel would take a slow way.
+        packed = pixels[None].contiguous(memory_format=torch.channels_last)
+        return F.interpolate(packed, (height, width), mode=mode, antialias=True)[0]
 
 
 def _least_side(size: int, augment: config.Augment) -> int:
