@@ -18,7 +18,14 @@ from typing import Annotated, Literal, NoReturn
 import typer
 
 from multimodal.config import Config, EvaluateConfig
-from multimodal.config_io import dump_yaml, help_text, is_override, load_config
+from multimodal.config_io import (
+    dump_yaml,
+    help_text,
+    is_override,
+    is_yaml,
+    load_config,
+    read_yaml,
+)
 from multimodal.errors import RunStopped
 
 _OF_USERS = (
@@ -36,6 +43,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+_A_SOURCE = (
+    "Shards, a table, a folder of pictures, or a YAML file with the settings of one source, as they "
+    "stand below data.train (kind: hub, name: ...)."
+)
 ModelArgument = Annotated[
     str, typer.Argument(help="Run folder, model folder, or hf:FOLDER of a CLIP or SigLIP model.")
 ]
@@ -44,6 +55,10 @@ BatchSize = Annotated[int, typer.Option(help="Pictures encoded at once.", min=1)
 Workers = Annotated[int, typer.Option(help="Loader processes.", min=0)]
 ImageColumn = Annotated[str, typer.Option(help="Column of a table with paths or pictures.")]
 CaptionColumn = Annotated[str, typer.Option(help="Column of a table with captions.")]
+Separator = Annotated[
+    str | None,
+    typer.Option(help="Character between the columns of a CSV or TSV table, if not , or tab."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 
 
@@ -184,7 +199,7 @@ def _read_lines(path: Path) -> list[str]:
 @app.command(epilog=_verbatim("Example:\n  multimodal embed runs/quickstart photos/ embeddings/"))
 def embed(
     model: ModelArgument,
-    data: Annotated[str, typer.Argument(help="Shards, a table, or a folder of pictures.")],
+    data: Annotated[str, typer.Argument(help=_A_SOURCE)],
     out: Annotated[Path, typer.Argument(help="Folder to write; an unfinished one is completed.")],
     dtype: Annotated[
         Literal["float16", "float32"], typer.Option(help="Number format of the vectors.")
@@ -192,6 +207,7 @@ def embed(
     rows_per_part: Annotated[int, typer.Option(help="Rows of each file.", min=1)] = 10_000,
     image_column: ImageColumn = "image",
     caption_column: CaptionColumn = "caption",
+    separator: Separator = None,
     device: Device = "auto",
     batch_size: BatchSize = 64,
     workers: Workers = 0,
@@ -201,7 +217,9 @@ def embed(
     from multimodal.embed.export import export
     from multimodal.weights.load import load
 
-    source = source_from_path(data, image_column=image_column, caption_column=caption_column)
+    source = source_from_path(
+        data, image_column=image_column, caption_column=caption_column, separator=separator
+    )
     with _progress("embed", len(source)) as advance:
         export(
             load(model, device=device),
@@ -250,11 +268,12 @@ def search(
     epilog=_verbatim(
         "Examples:\n  multimodal pack photos/ shards/ --short-side 256 --format jpeg --quality 90\n"
         "  multimodal pack table.csv shards/ --image-column file --splits val=0.01,test=0.01\n"
+        "  multimodal pack source.yaml shards/     # source.yaml: {kind: hub, name: ..., split: ...}\n"
         "  multimodal pack demo:openmoji data/openmoji"
     ),
 )
 def pack(
-    source: Annotated[str, typer.Argument(help="Folder, table, shards, or demo:openmoji.")],
+    source: Annotated[str, typer.Argument(help=f"{_A_SOURCE} Or demo:openmoji.")],
     out: Annotated[Path, typer.Argument(help="Folder to write; a stopped pack is completed.")],
     samples_per_shard: Annotated[int, typer.Option(help="Samples in a shard.", min=1)] = 10_000,
     short_side: Annotated[
@@ -272,6 +291,7 @@ def pack(
     ] = None,
     image_column: ImageColumn = "image",
     caption_column: CaptionColumn = "caption",
+    separator: Separator = None,
     workers: Annotated[
         int | None,
         typer.Option(help="Processes; default: one a CPU if pictures are encoded anew.", min=0),
@@ -298,7 +318,9 @@ def pack(
     shares = parse_splits(splits) if splits else None
     if workers is None:
         workers = (os.cpu_count() or 1) if pictures.changes else 0
-    opened = source_from_path(source, image_column=image_column, caption_column=caption_column)
+    opened = source_from_path(
+        source, image_column=image_column, caption_column=caption_column, separator=separator
+    )
     with _progress("pack", len(opened)) as advance:
         packed = write(
             opened,
@@ -325,21 +347,26 @@ def pack(
 )
 def check(
     subject: Annotated[
-        list[str], typer.Argument(help="A data source, or YAML files and key=value of a run.")
+        list[str],
+        typer.Argument(help=f"A data source: {_A_SOURCE} Or YAML files and key=value of a run."),
     ],
     samples: Annotated[int, typer.Option(help="Samples looked at, evenly spread.", min=1)] = 10_000,
     image_column: ImageColumn = "image",
     caption_column: CaptionColumn = "caption",
+    separator: Separator = None,
     html: Annotated[Path | None, typer.Option(help="Page with pictures to write.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Look at data, or try a run before it starts: what is wrong, and what will limit it."""
     config, run, source, tokenizer = None, None, None, None
-    if len(subject) == 1 and not (is_override(subject[0]) or _is_yaml(subject[0])):
+    if len(subject) == 1 and _is_source(subject[0]):
         from multimodal.data.build import source_from_path
 
         source = source_from_path(
-            subject[0], image_column=image_column, caption_column=caption_column
+            subject[0],
+            image_column=image_column,
+            caption_column=caption_column,
+            separator=separator,
         )
     else:
         config = load_config(subject, Config)
@@ -380,8 +407,11 @@ def check(
         sys.exit(1)
 
 
-def _is_yaml(argument: str) -> bool:
-    return Path(argument).suffix in (".yaml", ".yml")
+def _is_source(subject: str) -> bool:
+    """Whether an argument is data, or settings of data, rather than of a run, which have no kind."""
+    if is_yaml(subject):
+        return "kind" in read_yaml(subject)
+    return not is_override(subject)
 
 
 @contextmanager

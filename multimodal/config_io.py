@@ -15,7 +15,7 @@ from types import UnionType
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, RootModel, ValidationError
 from pydantic_core import ErrorDetails, PydanticUndefined
 
 from multimodal.config import Config
@@ -126,6 +126,11 @@ def is_override(text: str) -> bool:
     return re.match(r"[A-Za-z_][\w.-]*=", text) is not None
 
 
+def is_yaml(text: str) -> bool:
+    """Whether an argument names a YAML file."""
+    return Path(text).suffix in (".yaml", ".yml")
+
+
 def load_config(arguments: Sequence[str], schema: type[Schema], *, only: bool = False) -> Schema:
     """Merge files and overrides and check them against `schema`.
 
@@ -195,23 +200,30 @@ def _describe_mistake(error: ErrorDetails, tree: Tree, types: Mapping[str, str])
     kind, context = error["type"], error.get("ctx", {})
     if kind == "extra_forbidden":
         if path in types:
-            return f"{path}: not a setting of this {path.rpartition('.')[0]}.kind"
+            return f"{path}: not a setting of this {_below(path.rpartition('.')[0], 'kind')}"
         return f"{path}: unknown setting{_suggest(path, list(types))}"
     if kind == "missing":
         return f"{path}: missing"
     if kind == "union_tag_not_found":
-        return f"{path}: give {path}.kind, which chooses the variant"
+        name = _below(path, "kind")
+        return f"{path or name}: give {name}, which chooses the variant"
     if kind == "union_tag_invalid":
-        return f"{path}.kind = {context['tag']!r}: allowed are {context['expected_tags']}"
+        return (
+            f"{_below(path, 'kind')} = {context['tag']!r}: allowed are {context['expected_tags']}"
+        )
     message = error["msg"].removeprefix("Value error, ")
     message = message[:1].lower() + message[1:]
     if isinstance(error["input"], dict):
         return f"{path}: {message}" if path else message
     if kind == "list_type":
         return f"{path} = {error['input']!r}: give a list, such as [{error['input']}]"
-    if " | " in types.get(path, ""):
+    if " | " in types.get(path, "") and not kind.startswith("string_too_"):
         return f"{path} = {error['input']!r}: allowed are {types[path]}"
     return f"{path} = {error['input']!r}: {message}"
+
+
+def _below(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
 
 
 def _suggest(path: str, names: Sequence[str]) -> str:
@@ -251,7 +263,7 @@ class Setting(NamedTuple):
 def fields(schema: type[BaseModel], prefix: str = "", variant: str = "") -> Iterator[Setting]:
     """Yield every setting below `schema`; variants of a union follow each other."""
     for name, field in schema.model_fields.items():
-        path = prefix + name
+        path = prefix + ("" if issubclass(schema, RootModel) else name)
         sections = _variants(field.annotation)
         if not sections:
             default = "required" if field.default is PydanticUndefined else repr(field.default)
@@ -261,7 +273,7 @@ def fields(schema: type[BaseModel], prefix: str = "", variant: str = "") -> Iter
             path += ".NAME"
         for section in sections:
             kinds = get_args(section.model_fields["kind"].annotation) if len(sections) > 1 else ()
-            yield from fields(section, path + ".", "".join(kinds))
+            yield from fields(section, _below(path, ""), "".join(kinds))
 
 
 def _type_name(annotation: Any) -> str:

@@ -82,14 +82,17 @@ def test_labels_may_be_a_file_or_a_long_text(run, folder):
         (["pack", "nowhere", "out"], "nowhere"),
         (["pack", "pictures", "out", "--splits", "train=0.1"], "other than 'train'"),
         (["pack", "table.csv", "out"], "no column image"),
+        (["pack", "table.csv", "out", "--separator", "::"], "at most 1 character"),
+        (["check", "hub.yaml", "--separator", ";"], "a file of settings names columns"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_exit_code_2(run, folder, arguments, message):
     (folder / "broken.bin").write_bytes(b"\xff\xfe\xfd")
     (folder / "table.csv").write_text("file,text\nbroken.png,a\n")
+    (folder / "hub.yaml").write_text("kind: hub\nname: somewhere\n")
     code, _, error = run(*arguments)
     assert code == 2 and message in error
-    assert len(error.splitlines()) == 1 and "Traceback" not in error
+    assert len(error.replace(":\n", ": ").splitlines()) == 1 and "Traceback" not in error
 
 
 def test_embedded_pictures_are_found_from_another_folder(run, folder, tmp_path):
@@ -119,3 +122,30 @@ def test_pack_and_embed_take_the_columns_of_a_table(run, folder):
         stored = [t.extractfile(n).read() for t in shards for n in t.getnames() if "webp" in n]
     assert [min(Image.open(io.BytesIO(data)).size) for data in stored] == [8] * 3
     assert run("embed", "model", "named.csv", "embedded named", *columns)[0] == 0
+
+
+def test_any_source_is_named_by_a_file_of_its_settings(run, folder):
+    pictures = sorted((folder / "pictures").glob("*.*g"))
+    lines = [f"{path};text {i}" for i, path in enumerate(pictures)]
+    (folder / "semi.csv").write_text("\n".join(["image;caption", *lines]))
+    assert run("embed", "model", "semi.csv", "embedded semi", "--separator", ";")[0] == 0
+    (folder / "both.yaml").write_text(
+        "kind: mixture\nsources:\n  a: {kind: folder, path: pictures}\n"
+        '  b: {kind: table, path: semi.csv, separator: ";"}\n'
+    )
+    code, out, _ = run("check", "both.yaml", "--json")
+    assert code == 0 and json.loads(out)["data"]["samples"] == 6
+    assert "6 samples" in run("pack", "both.yaml", "both")[1]
+
+
+@pytest.mark.parametrize("command", [["check"], ["pack"], ["embed", "model"]])
+def test_mistakes_in_such_a_file_are_told_like_those_of_a_config(run, folder, command):
+    text = "kind: table\npath: semi.csv\nimage_colum: file\nsplit: train\n"
+    (folder / "wrong.yaml").write_text(text)
+    out = [] if command == ["check"] else ["out"]
+    code, _, error = run(*command, "wrong.yaml", *out)
+    assert code == 2 and "2 mistakes" in error
+    assert "  image_colum: unknown setting; did you mean image_column?" in error
+    assert "  split: not a setting of this kind" in error
+    (folder / "wrong.yaml").write_text("kind: tables\npath: semi.csv\n")
+    assert "  kind = 'tables': allowed are 'shards'" in run(*command, "wrong.yaml", *out)[2]

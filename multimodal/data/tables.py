@@ -169,7 +169,8 @@ def check_columns(
     if separator and len(names) == 1 and others:
         hint = (
             f"its columns seem to be separated by {others[0]!r}, not by {separator!r}: set "
-            "separator in a config, or rename the file: .csv means commas and .tsv means tabs"
+            "separator in a config, --separator on the command line, or rename the file: .csv "
+            "means commas and .tsv means tabs"
         )
     raise ValueError(f"{path}: no column {', '.join(missing)}; it has {names}; {hint}")
 
