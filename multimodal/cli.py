@@ -20,6 +20,7 @@ import typer
 from multimodal.config import Config, EvaluateConfig
 from multimodal.config_io import (
     dump_yaml,
+    expand_home,
     help_text,
     is_override,
     is_yaml,
@@ -44,8 +45,8 @@ app = typer.Typer(
 )
 
 _A_SOURCE = (
-    "Shards, a table, a folder of pictures, or a YAML file with the settings of one source, as they "
-    "stand below data.train (kind: hub, name: ...)."
+    "Shards, a table, a folder of pictures, or a YAML file with the settings of one source, as "
+    "they stand below data.train (kind: hub, name: ...)."
 )
 ModelArgument = Annotated[
     str, typer.Argument(help="Run folder, model folder, or hf:FOLDER of a CLIP or SigLIP model.")
@@ -268,7 +269,7 @@ def search(
     epilog=_verbatim(
         "Examples:\n  multimodal pack photos/ shards/ --short-side 256 --format jpeg --quality 90\n"
         "  multimodal pack table.csv shards/ --image-column file --splits val=0.01,test=0.01\n"
-        "  multimodal pack source.yaml shards/     # source.yaml: {kind: hub, name: ..., split: ...}\n"
+        "  multimodal pack source.yaml shards/    # in it: kind: hub, name: ..., split: ...\n"
         "  multimodal pack demo:openmoji data/openmoji"
     ),
 )
@@ -408,7 +409,7 @@ def check(
 
 
 def _is_source(subject: str) -> bool:
-    """Whether an argument is data, or settings of data, rather than of a run, which have no kind."""
+    """Whether an argument is data or settings of data; those of a run have no kind."""
     if is_yaml(subject):
         return "kind" in read_yaml(subject)
     return not is_override(subject)
@@ -430,7 +431,7 @@ def main() -> None:
     """Run the command line."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
-        app()
+        app([expand_home(argument) for argument in sys.argv[1:]])
     except (ValueError, *_OF_USERS) as error:
         _fail(error, code=2)
     except (RunStopped, OSError) as error:

@@ -1,13 +1,15 @@
 """YAML files and `key=value` texts to a checked section, and back. No torch.
 
 Files merge left to right, then the overrides. `include: [other.yaml]` at the top of a file merges
-those first, by paths relative to it. A section whose `kind` changes is replaced whole, since the
+those first, by paths relative to it. A text that begins with `~/` is a path in the home folder. A
+section whose `kind` changes is replaced whole, since the
 settings of the old kind would be mistakes in the new one.
 """
 
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -59,6 +61,13 @@ for _tag, _pattern, _first in (
         f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), list(_first)
     )
 _Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(node.value))
+_Loader.add_constructor("tag:yaml.org,2002:str", lambda loader, node: expand_home(node.value))
+
+
+def expand_home(text: str) -> str:
+    """Put the home folder for the `~` at the start of a path: `~/a`, `~user/a`, `hf:~/a`."""
+    start, path = re.match(r"(hf:|--[a-z-]+=)?(.*)", text, re.DOTALL).groups("")
+    return start + os.path.expanduser(path) if re.match(r"~[\w.-]*/", path) else text
 
 
 def _parse(text: str, name: str) -> Any:

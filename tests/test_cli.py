@@ -149,3 +149,11 @@ def test_mistakes_in_such_a_file_are_told_like_those_of_a_config(run, folder, co
     assert "  split: not a setting of this kind" in error
     (folder / "wrong.yaml").write_text("kind: tables\npath: semi.csv\n")
     assert "  kind = 'tables': allowed are 'shards'" in run(*command, "wrong.yaml", *out)[2]
+
+
+def test_a_tilde_in_an_argument_is_the_home_folder(run, folder, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(folder))
+    code, _, _ = run("pack", "~/pictures", "~/packed home", cwd=tmp_path)
+    assert code == 0 and (folder / "packed home" / "00000.tar").is_file()
+    assert run("check", "~/pictures", "--html=~/home.html", cwd=tmp_path)[0] == 0
+    assert (folder / "home.html").is_file()

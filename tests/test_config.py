@@ -10,6 +10,7 @@ from multimodal.config_io import (
     ConfigError,
     check,
     dump_yaml,
+    expand_home,
     fields,
     load_config,
     merge,
@@ -52,6 +53,21 @@ def test_yaml_1_1_surprises_are_gone(tmp_path):
     path = tmp_path / "a.yaml"
     path.write_text("a: no\nb: 010\nc: on\nd: 1:30\ne: true\nf: null\n")
     assert read_yaml(path) == {"a": "no", "b": 10, "c": "on", "d": "1:30", "e": True, "f": None}
+
+
+def test_a_tilde_at_the_start_of_a_path_is_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    path = tmp_path / "a.yaml"
+    path.write_text("a: ~/x\nb: '~/x y'\nc: [~/x, a ~/x]\nd: ~\ne: '~'\nf: '~~/x'\n")
+    assert read_yaml(path) == {
+        **{"a": "/home/me/x", "b": "/home/me/x y", "c": ["/home/me/x", "a ~/x"]},
+        **{"d": None, "e": "~", "f": "~~/x"},
+    }
+    assert parse_override("run=~/runs/a") == {"run": "/home/me/runs/a"}
+    for text in ("~/x", "hf:~/x", "--out=~/x"):
+        assert expand_home(text) == text.replace("~", "/home/me")
+    for text in ("a~/x", "~", "x=~/x", "~nobody-of-this-name/x", "a\n~/x"):
+        assert expand_home(text) == text
 
 
 def test_duplicate_keys_are_refused_with_the_line(tmp_path):
