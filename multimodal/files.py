@@ -1,12 +1,71 @@
-"""Files and folders that are there whole or not at all, whenever the machine stops."""
+"""Files and folders that are there whole or not at all, and are written by one process."""
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import shutil
+import socket
 from collections.abc import Callable
 from pathlib import Path
+
+LOCK = ".lock"
+"""Name of the file that a `Lock` holds."""
+
+_held: set[int] = set()
+
+
+def _close_inherited() -> None:
+    """In a loader process: let go of the lock, so that it ends with the process that took it."""
+    for descriptor in _held:
+        os.close(descriptor)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_close_inherited)
+
+
+class Lock:
+    """The right to write to a folder, until the process ends or lets go.
+
+    Args:
+        folder: Where; it is made if it is not there.
+        name: What a refusal calls it.
+        instead: What a refusal tells to choose.
+
+    Raises:
+        ValueError: when another process has it, naming that.
+    """
+
+    def __init__(self, folder: Path, name: str, instead: str):
+        folder.mkdir(parents=True, exist_ok=True)
+        self._path = folder / LOCK
+        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(self._file, 200, 0).decode(errors="replace").strip()
+            os.close(self._file)
+            raise ValueError(
+                f"{name} is being written by {holder or 'another process'}; wait for it, stop it, "
+                f"or choose {instead}"
+            ) from None
+        _held.add(self._file)
+
+    def sign(self) -> None:
+        """Note who holds the lock."""
+        os.ftruncate(self._file, 0)
+        os.pwrite(self._file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+
+    def remove(self) -> None:
+        """Take the file away too. Whoever locks the folder later must find that all is done."""
+        self._path.unlink(missing_ok=True)
+        self.release()
+
+    def release(self) -> None:
+        _held.discard(self._file)
+        os.close(self._file)
 
 
 def move_folder(temporary: Path, target: Path) -> None:

@@ -10,11 +10,8 @@ results.json, report.png, model/     written at the end, in this order
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import shutil
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +20,7 @@ from typing import Any
 from multimodal.config import Config
 from multimodal.config_io import check, dump_yaml, read_yaml
 from multimodal.distributed import on_main
-from multimodal.files import file_hash, move_folder, write_atomically
+from multimodal.files import Lock, file_hash, move_folder, write_atomically
 
 MAY_CHANGE = (
     "run",
@@ -40,45 +37,6 @@ MAY_CHANGE = (
     "data.max_skipped",
 )
 """Settings that a resumed run may have changed; all others would make it another run."""
-
-_held: set[int] = set()
-
-
-def _close_inherited() -> None:
-    """In a loader process: let go of the lock, so that it ends with the process that took it."""
-    for descriptor in _held:
-        os.close(descriptor)
-    _held.clear()
-
-
-os.register_at_fork(after_in_child=_close_inherited)
-
-
-class Lock:
-    """The right to write to a run folder, until the process ends or lets go."""
-
-    def __init__(self, run: Path):
-        run.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(run / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(self._file, 200, 0).decode(errors="replace").strip()
-            os.close(self._file)
-            raise ValueError(
-                f"run={str(run)!r} is being written by {holder or 'another process'}; wait for "
-                "it, stop it, or choose another folder with run=..."
-            ) from None
-        _held.add(self._file)
-
-    def sign(self) -> None:
-        """Note who holds the lock."""
-        os.ftruncate(self._file, 0)
-        os.pwrite(self._file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-
-    def release(self) -> None:
-        _held.discard(self._file)
-        os.close(self._file)
 
 
 @contextmanager
@@ -104,7 +62,7 @@ def _take(run: Path, locks: list[Lock]) -> None:
             f"run={str(run)!r} holds {', '.join(found[:5])} but no config.yaml, so it is not a run "
             "that can be resumed; choose another folder with run=..."
         )
-    locks.append(Lock(run))
+    locks.append(Lock(run, f"run={str(run)!r}", "another folder with run=..."))
 
 
 def changed_settings(run: Path, config: Config) -> list[str]:
