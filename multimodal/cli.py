@@ -313,7 +313,7 @@ def pack(
     from multimodal.data.build import source_from_path
     from multimodal.data.pack import pack as write
     from multimodal.data.recode import Recode
-    from multimodal.data.splits import parse_splits
+    from multimodal.data.splits import REST, parse_splits
 
     pictures = Recode(short_side, format, quality)
     shares = parse_splits(splits) if splits else None
@@ -332,10 +332,11 @@ def pack(
             workers=workers,
             progress=advance,
         )
-    place = f"{out}/train" if shares else out
+    name, place = (REST, f"{out}/{REST}") if shares else ("", out)
+    advice = f"; train on it with data.train.kind=shards data.train.path={place}"
     typer.echo(
-        f"{out}: {packed.samples} samples in {packed.shards} shard(s); train on it with "
-        f"data.train.kind=shards data.train.path={place}"
+        f"{out}: {packed.samples} samples in {packed.shards} shard(s)"
+        + (advice if packed.splits[name].finished else "")
     )
 
 

@@ -106,7 +106,9 @@ def test_embedded_pictures_are_found_from_another_folder(run, folder, tmp_path):
 
 def test_pack_says_what_it_wrote(run):
     code, out, _ = run("pack", "pictures", "shards")
-    assert code == 0 and "3 samples in 1 shard(s)" in out
+    assert code == 0 and "3 samples in 1 shard(s); train on it with" in out
+    code, out, _ = run("pack", "pictures", "no rest", "--splits", "val=0.999999")
+    assert code == 0 and out == "no rest: 3 samples in 1 shard(s)\n"
 
 
 def test_pack_and_embed_take_the_columns_of_a_table(run, folder):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,12 +17,14 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
+from multimodal.data.batch import Skip
+from multimodal.data.left_out import LeftOut
 from multimodal.data.loader import Reading, in_workers
 from multimodal.data.recode import Recode, ending_of, recode
 from multimodal.data.shard_writer import ShardWriter, Written
 from multimodal.data.source import NO_CAPTION, BadSample, Sample, Source
 from multimodal.data.splits import REST, check_splits, split_of
-from multimodal.files import write_atomically
+from multimodal.files import LOCK, Lock, write_atomically
 
 SAMPLES_PER_SHARD = 10_000
 _STATE = "pack.json"
@@ -79,6 +80,8 @@ def pack(
 ) -> Packed:
     """Write a source as `{00000..}.tar` with their indices, a `README.md` and `pack.json`.
 
+    Samples that are left out are listed in `skipped.jsonl`.
+
     A call that was stopped is taken up where it was; a call for a finished pack changes nothing.
 
     Args:
@@ -93,7 +96,8 @@ def pack(
         progress: Called with the number of source samples that each step dealt with.
 
     Raises:
-        ValueError: when the folder holds something else, or no sample can be used.
+        ValueError: when the folder holds something else, another process is writing to it, or no
+            sample can be used.
     """
     out = Path(out)
     pictures, splits = pictures or Recode(), dict(splits or {})
@@ -103,68 +107,98 @@ def pack(
     fresh = Packed(
         source.description, source.fingerprint(), settings, {name: Written() for name in names}
     )
-    state = _resumed(out, fresh)
-    if state.complete:
-        log.info("%s: already packed, %d samples", out, state.samples)
-        return state
-    out.mkdir(parents=True, exist_ok=True)
-    _save_state(out, state)
-    writers = {
-        name: ShardWriter(out / name, samples_per_shard, written)
-        for name, written in state.splits.items()
-    }
+    if (found := _resumed(out, fresh)).complete:
+        log.info("%s: already packed, %d samples", out, found.samples)
+        return found
+    lock = Lock(out, str(out), "another folder")
+    lock.sign()
     try:
-        _write_all(source, out, state, writers, pictures, workers, progress or (lambda count: None))
-    finally:
-        for writer in writers.values():
-            writer.abandon()
+        state = _resumed(out, fresh)  # as the one before has left it
+        if not state.complete:
+            _save_state(out, state)
+            writing = _Writing(out, state)
+            try:
+                _write_all(source, state, writing, pictures, workers, progress or (lambda n: None))
+            finally:
+                writing.abandon()
+    except BaseException:
+        lock.release()
+        raise
+    lock.remove()
+    if state.skipped:
+        reasons = ", ".join(f"{n} x {reason}" for reason, n in state.skipped.items())
+        log.warning("%s: left out, and listed in skipped.jsonl: %s", out, reasons)
     return state
+
+
+class _Writing:
+    """What a pack writes: the shards of its splits, what was left out, and its state."""
+
+    def __init__(self, out: Path, state: Packed):
+        size = state.settings["samples_per_shard"]
+        self._out, self._state = out, state
+        self._writers = {n: ShardWriter(out / n, size, w) for n, w in state.splits.items()}
+        self._left_out = LeftOut(out, sum(state.skipped.values()))
+
+    def add(self, item: _Packable | Skip) -> None:
+        if isinstance(item, _Packable):
+            split = split_of(item.key, self._state.settings["splits"])
+            self._writers[split].add(item.members)
+            return
+        log.warning("not packed: %s: %s", item.key, item.reason)
+        self._left_out.add(item)
+        counts = self._state.skipped
+        counts[item.reason] = counts.get(item.reason, 0) + 1
+
+    def note(self) -> None:
+        """Bring all to the disk, and then the state that tells of it."""
+        for file in (*self._writers.values(), self._left_out):
+            file.sync()
+        _save_state(self._out, self._state)
+
+    def finish(self) -> None:
+        out, state = self._out, self._state
+        self.note()
+        for name, writer in self._writers.items():
+            writer.finish()
+            if not writer.written.finished:
+                log.warning("%s: no sample fell to the split %s; it has no folder", out, name)
+        state.complete = True
+        write_atomically(
+            out / "README.md", lambda path: path.write_text(_card(state), encoding="utf-8")
+        )
+        _save_state(out, state)
+
+    def abandon(self) -> None:
+        """Let go of the files; what was noted of them stays."""
+        for writer in self._writers.values():
+            writer.abandon()
+        self._left_out.close()
 
 
 def _write_all(
     source: Source,
-    out: Path,
     state: Packed,
-    writers: dict[str, ShardWriter],
+    writing: _Writing,
     pictures: Recode,
     workers: int,
     advance: Callable[[int], None],
 ) -> None:
-    def note() -> None:
-        for writer in writers.values():
-            writer.sync()
-        _save_state(out, state)
-
     advance(state.position)
     noted = state.position
-    skipped = Counter(state.skipped)
     reading = Reading(source, workers)
     starts = range(state.position, len(source), _PIECE)
     for piece in in_workers(_Pieces(reading, pictures), reading, starts, workers):
         for item in piece:
-            if isinstance(item, _LeftOut):
-                log.warning("not packed: %s", item.text)
-                skipped[item.reason] += 1
-            else:
-                writers[split_of(item.key, state.settings["splits"])].add(item.members)
+            writing.add(item)
         state.position += len(piece)
-        state.skipped = dict(skipped)
         if state.position - noted >= _NOTED_EVERY:
-            note()
+            writing.note()
             noted = state.position
         advance(len(piece))
     if not state.samples:
         raise ValueError(f"{source.description}: no sample can be packed: {state.skipped}")
-    note()
-    for name, writer in writers.items():
-        writer.finish()
-        if not writer.written.finished:
-            log.warning("%s: no sample fell to the split %s", out, name)
-    state.complete = True
-    write_atomically(
-        out / "README.md", lambda path: path.write_text(_card(state), encoding="utf-8")
-    )
-    _save_state(out, state)
+    writing.finish()
 
 
 # --- what workers do -----------------------------------------------------------------------------
@@ -176,12 +210,6 @@ class _Packable:
     members: dict[str, bytes]
 
 
-@dataclass(frozen=True)
-class _LeftOut:
-    reason: str
-    text: str
-
-
 class _Pieces(Dataset):
     """Map from the number of a first sample to what is to be written for it and those after it."""
 
@@ -189,16 +217,17 @@ class _Pieces(Dataset):
         self._reading = reading
         self._pictures = pictures
 
-    def __getitem__(self, start: int) -> list[_Packable | _LeftOut]:
+    def __getitem__(self, start: int) -> list[_Packable | Skip]:
         end = min(start + _PIECE, len(self._reading.source))
         return [self._prepared(index) for index in range(start, end)]
 
-    def _prepared(self, index: int) -> _Packable | _LeftOut:
+    def _prepared(self, index: int) -> _Packable | Skip:
         try:
             sample = self._reading.read(index)
             return _Packable(sample.key, _members(sample, self._pictures))
         except BadSample as error:
-            return _LeftOut(error.reason, str(error))
+            place = self._reading.source.place(index)
+            return Skip(error.key, place, error.reason, error.detail, index)
 
 
 def _members(sample: Sample, pictures: Recode) -> dict[str, bytes]:
@@ -237,8 +266,8 @@ def _resumed(out: Path, fresh: Packed) -> Packed:
     Raises:
         ValueError: when the folder holds anything else.
     """
-    begun = f"{_STATE}.tmp"  # all that is there after a stop while the first state was written
-    if not out.exists() or (out.is_dir() and all(p.name == begun for p in out.iterdir())):
+    begun = (LOCK, f"{_STATE}.tmp")  # all there is after a stop before the first state was written
+    if not out.exists() or (out.is_dir() and all(p.name in begun for p in out.iterdir())):
         return fresh
     try:
         stored = json.loads((out / _STATE).read_bytes())

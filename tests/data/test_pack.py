@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import signal
+import socket
 import tarfile
 from collections import Counter
 
@@ -46,8 +47,9 @@ def source(tmp_path):
 
 
 def contents(folder) -> dict[str, str]:
-    """Hashes of all files but the indices, which hold the times of their shards."""
-    files = [p for p in folder.rglob("*") if p.is_file() and p.suffix != ".npz"]
+    """Hashes of all files but the indices, which hold the times of their shards, and the lock."""
+    others = (".npz", ".lock")
+    files = [p for p in folder.rglob("*") if p.is_file() and not p.name.endswith(others)]
     return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
 
 
@@ -77,7 +79,9 @@ def test_the_layout_is_that_of_webdataset_tools(source, tmp_path):
         "00002.tar",
         "README.md",
         "pack.json",
+        "skipped.jsonl",
     ]
+    assert not (tmp_path / "out" / ".lock").exists()
     with tarfile.open(tmp_path / "out" / "00000.tar") as shard:
         names = shard.getnames()
         assert names[:3] == ["000000000.jpg", "000000000.txt", "000000000.json"]
@@ -85,6 +89,55 @@ def test_the_layout_is_that_of_webdataset_tools(source, tmp_path):
     card = (tmp_path / "out" / "README.md").read_text()
     assert "samples: 10" in card
     assert "left out: 1 x not an image" in card
+
+
+def test_a_second_pack_of_the_same_folder_at_a_time_is_refused(source, tmp_path, small_pieces):
+    out = tmp_path / "out"
+    refusals = []
+
+    def again(count: int) -> None:
+        try:
+            pack(source, out, samples_per_shard=4)
+        except ValueError as error:
+            refusals.append(str(error))
+
+    pack(source, tmp_path / "alone", samples_per_shard=4)
+    pack(source, out, samples_per_shard=4, progress=again, workers=1)
+    assert len(refusals) == 7
+    assert set(refusals) == {
+        f"{out} is being written by process {os.getpid()} on {socket.gethostname()}; wait for it, "
+        "stop it, or choose another folder"
+    }
+    assert contents(out) == contents(tmp_path / "alone")
+
+
+def test_what_is_left_out_is_listed(source, tmp_path, small_pieces, caplog):
+    (tmp_path / "pictures" / "09 x.json").write_text("{}")
+    pack(source, tmp_path / "out")
+    lines = (tmp_path / "out" / "skipped.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [
+        {
+            "key": "06 x.webp",
+            "place": ".",
+            "reason": "not an image",
+            "detail": "starts with b'<html>'",
+            "index": 6,
+        },
+        {
+            "key": "09 x.png",
+            "place": ".",
+            "reason": "no caption",
+            "detail": "",
+            "index": 9,
+        },
+    ]
+    assert "left out, and listed in skipped.jsonl: 1 x not an image, 1 x no caption" in caplog.text
+
+
+def test_a_split_without_samples_is_told_and_has_no_folder(source, tmp_path, caplog):
+    state = pack(source, tmp_path / "out", splits={"val": 1e-9})
+    assert not (tmp_path / "out" / "val").exists() and state.samples == 10
+    assert "no sample fell to the split val; it has no folder" in caplog.text
 
 
 def test_a_second_call_changes_nothing(source, tmp_path):
