@@ -17,6 +17,8 @@ IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff")
 """File name endings that count as pictures, in any case."""
 NO_CAPTION = "no caption"
 """Reason for a picture without a text."""
+NOT_UTF8 = "text is not UTF-8"
+"""Reason for a text in some other encoding, or damaged."""
 
 Scalar = str | int | float | bool | None
 log = logging.getLogger(__name__)
@@ -195,7 +197,7 @@ def _decode(data: bytes, key: str) -> str:
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise BadSample("text is not UTF-8", key, str(error)) from error
+        raise BadSample(NOT_UTF8, key, str(error)) from error
 
 
 def _label(text: str) -> str | int:

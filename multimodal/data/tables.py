@@ -7,6 +7,7 @@ column with scalar values becomes metadata. Text such as `None`, `NA` or `007` s
 
 from __future__ import annotations
 
+import codecs
 import csv as plain_csv
 import difflib
 import hashlib
@@ -22,7 +23,15 @@ import pyarrow.compute
 from pyarrow import csv, parquet
 
 from multimodal.data.row_file import RowFile
-from multimodal.data.source import BadSample, Sample, Scalar, clean_captions, even_groups, read_file
+from multimodal.data.source import (
+    NOT_UTF8,
+    BadSample,
+    Sample,
+    Scalar,
+    clean_captions,
+    even_groups,
+    read_file,
+)
 from multimodal.files import file_hash
 
 log = logging.getLogger(__name__)
@@ -30,6 +39,7 @@ log = logging.getLogger(__name__)
 ENDINGS = (".csv", ".tsv", ".jsonl", ".parquet")
 compute: Any = pyarrow.compute  # whose functions are made at run time
 _SEPARATORS = {".csv": ",", ".tsv": "\t"}
+_SAVE_AS_UTF8 = "save the table as UTF-8 (in a spreadsheet: `CSV UTF-8`)"
 _NO_ROWS = "{}: the table has no rows; it needs one for each picture"
 _IN_MEMORY = 256 << 20
 """Bytes, unpacked, above which a Parquet table with pictures is not held in memory."""
@@ -82,6 +92,8 @@ class TableSource:
         number = f"{index:08d}"
         try:
             row = self._rows.row(index)
+        except UnicodeDecodeError as error:
+            raise BadSample(NOT_UTF8, number, str(error)) from error
         except ValueError as error:
             raise BadSample("damaged row", number, str(error)) from error
         picture = row.pop(self._image, None)
@@ -128,6 +140,8 @@ class _Rows(Protocol):
 def _open_rows(path: Path, needed: Sequence[str], separator: str | None) -> _Rows:
     """Rows of a table whose columns are known to be there before the whole of it is read."""
     ending = path.suffix.lower()
+    if ending != ".parquet":
+        _check_is_not_utf16(path)
     try:
         if ending in _SEPARATORS:
             separator = separator or _SEPARATORS[ending]
@@ -141,6 +155,12 @@ def _open_rows(path: Path, needed: Sequence[str], separator: str | None) -> _Row
             check_columns(path, parquet.read_schema(path).names, needed)
             return _open_parquet(path, needed)
     except pa.ArrowInvalid as error:
+        if "straddling" in str(error):
+            raise ValueError(
+                f"{path}: a row is longer than 1 MB, which a quote without a partner makes of all "
+                "that follows: double a quote that is part of a text, and put the text in quotes; "
+                "if the row is meant, save the table as .jsonl or .parquet"
+            ) from error
         raise ValueError(
             f"{path}: not a sound {ending} table: {error}; a text that holds a separator, a quote "
             "or a line break must stand in double quotes"
@@ -151,11 +171,16 @@ def _open_rows(path: Path, needed: Sequence[str], separator: str | None) -> _Row
 def check_columns(
     path: Path | str, names: list[str], needed: Sequence[str], separator: str | None = None
 ) -> None:
-    """See that columns are there.
+    """See that columns are there, and that no name stands for two of them.
 
     Raises:
         ValueError: naming the columns found, the nearest name, and what to do.
     """
+    twice = dict.fromkeys(name for name in names if name and names.count(name) > 1)
+    if twice:
+        raise ValueError(
+            f"{path}: several columns are called {', '.join(twice)}; rename all but one of them"
+        )
     missing = [name for name in needed if name not in names]
     if not missing:
         return
@@ -187,9 +212,20 @@ def _check_paths(path: Path, rows: _Rows, image: str) -> None:
         )
 
 
+def _check_is_not_utf16(path: Path) -> None:
+    with path.open("rb") as file:
+        start = file.read(4)
+    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in start:
+        raise ValueError(f"{path}: the text is UTF-16; {_SAVE_AS_UTF8}")
+
+
 def _header(path: Path, separator: str) -> list[str]:
-    with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
+    with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         names = next(plain_csv.reader(file, delimiter=separator), [])
+    if any("\udc80" <= letter <= "\udcff" for letter in "".join(names)):
+        raise ValueError(
+            f"{path}: the names of its columns are not UTF-8 but perhaps Latin-1; {_SAVE_AS_UTF8}"
+        )
     if not names:
         raise ValueError(f"{path}: the table is empty; its first line must name the columns")
     return names
@@ -225,6 +261,14 @@ def _read_csv(path: Path, separator: str, names: list[str], texts: Sequence[str]
     for i, name in enumerate(table.column_names):
         if name not in texts:
             table = table.set_column(i, name, _typed(table.column(i)))
+    try:
+        table.validate(full=True)
+    except pa.ArrowInvalid:
+        log.warning(
+            "%s: some texts are not UTF-8, and their rows cannot be used; if they are Latin-1 or "
+            "Windows-1252, %s",
+            *(path, _SAVE_AS_UTF8),
+        )
     _warn_of_joined_rows(path, table, separator, texts)
     return table
 

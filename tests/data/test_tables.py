@@ -93,6 +93,13 @@ def test_columns_by_name(folder):
         ("t.csv", "image;caption\na.jpg;A\n", "separated by ';', not by ','"),
         ("t.tsv", "image,caption\na.jpg,A\n", "separated by ',', .* .tsv means tabs"),
         ("t.csv", "image,caption\na.jpg,A, B\n", "must stand in double quotes"),
+        ("t.csv", "image,caption\na.jpg," + "A" * 3_000_000, "longer than 1 MB.*save .* as .jsonl"),
+        ("t.csv", 'image,caption\na.jpg,"A\n' + "a.jpg,B\n" * 300_000, "a quote without a partner"),
+        ("t.csv", "image,caption,caption\n", r"several columns are called caption; rename"),
+        ("t.tsv", "image\tcaption\tn\tn\n", r"several columns are called n; rename"),
+        ("t.csv", "image,caption\na.jpg,A\n".encode("utf-16"), "is UTF-16; save .* as UTF-8"),
+        ("t.jsonl", '{"image": "a"}'.encode("utf-16-be"), "is UTF-16; save .* as UTF-8"),
+        ("t.csv", b"image,caption,\xe9t\xe9\n", "perhaps Latin-1; save the table as UTF-8"),
         ("t.csv", "", "t.csv: the table is empty; its first line must name the columns"),
         ("t.csv", "image,caption\n", "no rows"),
         ("t.csv", "image,caption\nhttps://x.org/a.jpg,A\n", "img2dataset"),
@@ -127,16 +134,33 @@ def test_a_bad_row_spoils_itself_only(folder):
         ("damaged row", "00000001"),
         ("no image", "00000002"),
         ("missing file", "no.jpg"),
-        ("damaged row", "00000004"),
+        ("text is not UTF-8", "00000004"),
     ]
     assert source.read(0).captions == ("A",)
 
 
-def test_text_that_is_not_utf8_spoils_its_row_only(folder):
-    source = open_table(folder, "t.csv", b"image,caption\na.jpg,\xff\xfe\na.jpg,B\n")
-    with pytest.raises(BadSample, match="damaged row"):
+def test_text_that_is_not_utf8_spoils_its_row_only_and_is_told(folder, caplog):
+    source = open_table(folder, "t.csv", b"image,caption\na.jpg,\xe9t\xe9\na.jpg,B\n")
+    with pytest.raises(BadSample, match="text is not UTF-8"):
         source.read(0)
     assert source.read(1).captions == ("B",)
+    assert "if they are Latin-1 or Windows-1252, save the table as UTF-8" in caplog.text
+    caplog.clear()
+    open_table(folder, "t.csv", "image,caption\na.jpg,\u00e9t\u00e9\na.jpg,B\n")
+    assert not caplog.text
+
+
+def test_columns_without_a_name_may_be_many(folder):
+    source = open_table(folder, "t.csv", "image,caption,,\na.jpg,A,,\n")
+    assert source.read(0).captions == ("A",)
+
+
+def test_a_parquet_table_with_a_name_twice_is_refused(folder):
+    columns = [pa.array(["a.jpg"]), pa.array(["A"]), pa.array(["B"])]
+    table = pa.Table.from_arrays(columns, names=["image", "caption", "caption"])
+    pq.write_table(table, folder / "t.parquet")
+    with pytest.raises(ValueError, match="several columns are called caption"):
+        TableSource(str(folder / "t.parquet"))
 
 
 def test_parquet_with_paths_and_caption_lists(folder):
