@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from braceexpand import braceexpand
 
@@ -32,6 +32,7 @@ from multimodal.files import cache_folder
 
 _THREADS = 8
 _TRIES = 3
+T = TypeVar("T")
 _GB = 10**9
 log = logging.getLogger(__name__)
 
@@ -226,12 +227,11 @@ class RemoteSource:
         if (head := stored_head(index, shard.size)) is not None:
             return head
         index.parent.mkdir(exist_ok=True)
-        filesystem, path = _filesystem(shard.url)
-        if filesystem.exists(path + _INDEX):
-            filesystem.get_file(path + _INDEX, str(index))
-            if (head := stored_head(index, shard.size)) is not None:
-                return head
         try:
+            if _described(shard.url + _INDEX, hidden_is_absent=True) is not None:
+                _patiently(lambda: _get(shard.url + _INDEX, index))
+                if (head := stored_head(index, shard.size)) is not None:
+                    return head
             held = self._held(shard)
         except OSError as error:
             raise ValueError(f"{shard.url} cannot be fetched: {error}") from error
@@ -292,16 +292,13 @@ def _find(path: str) -> tuple[list[RemoteShard], int]:
     named = list(dict.fromkeys(f"{scheme}://{name}" for name in braceexpand(rest)))
     urls = []
     for url in named:
-        filesystem, place = _filesystem(url)
+        if url.endswith(".tar") and "*" not in url:
+            urls.append(url)
+            continue
+        pattern = url if "*" in url else f"{url.rstrip('/')}/*.tar"
         try:
-            if "*" in url:
-                urls += [filesystem.unstrip_protocol(p) for p in sorted(filesystem.glob(place))]
-            elif url.endswith(".tar"):
-                urls.append(url)
-            else:
-                inside = sorted(filesystem.glob(f"{place.rstrip('/')}/*.tar"))
-                urls += [filesystem.unstrip_protocol(p) for p in inside]
-        except (OSError, NotImplementedError) as error:
+            urls += _patiently(lambda pattern=pattern: _listed(pattern))
+        except OSError as error:
             raise ValueError(f"{url}: cannot be listed: {error}") from error
     with ThreadPoolExecutor(_THREADS) as pool:
         found = [shard for shard in pool.map(_stored, urls) if shard is not None]
@@ -313,20 +310,58 @@ def _find(path: str) -> tuple[list[RemoteShard], int]:
     return found, len(urls) - len(found)
 
 
+def _listed(pattern: str) -> list[str]:
+    filesystem, place = _filesystem(pattern)
+    return [filesystem.unstrip_protocol(path) for path in sorted(filesystem.glob(place))]
+
+
 def _stored(url: str) -> RemoteShard | None:
     """A shard as its store describes it; None where it is not there."""
-    filesystem, path = _filesystem(url)
     try:
-        about = filesystem.info(path)
-    except FileNotFoundError:
-        return None
+        about = _described(url)
     except OSError as error:
         raise ValueError(f"{url} cannot be reached: {error}") from error
+    if about is None:
+        return None
     if not isinstance(about.get("size"), int):
         raise ValueError(f"{url}: its server does not say how large it is; fetch it first")
     version = [about.get(k) for k in ("ETag", "etag", "generation", "LastModified", "mtime")]
     name = hashlib.sha256(repr((url, about["size"], version)).encode()).hexdigest()[:32]
     return RemoteShard(url, about["size"], name)
+
+
+def _described(url: str, *, hidden_is_absent: bool = False) -> dict[str, Any] | None:
+    """What a store says of a file; None where it is not there.
+
+    Args:
+        hidden_is_absent: Some stores forbid to ask for what is not there.
+
+    Raises:
+        OSError: when it says nothing in three tries.
+    """
+
+    def ask() -> dict[str, Any] | None:
+        filesystem, path = _filesystem(url)
+        try:
+            return filesystem.info(path)
+        except PermissionError:
+            if hidden_is_absent:
+                return None
+            raise
+        except FileNotFoundError as error:
+            if _may_pass(error.__cause__):
+                raise
+            return None
+
+    return _patiently(ask)
+
+
+def _may_pass(cause: BaseException | None) -> bool:
+    """Whether it is only for now that a file is not found: fsspec says so of every web error."""
+    status = getattr(cause, "status", None)
+    if isinstance(status, int):
+        return status >= 500 or status in (408, 425, 429)
+    return isinstance(cause, OSError) or type(cause).__module__.startswith("aiohttp")
 
 
 def _download(shard: RemoteShard, target: Path) -> None:
@@ -335,14 +370,36 @@ def _download(shard: RemoteShard, target: Path) -> None:
     Raises:
         OSError: when it cannot be fetched in three tries.
     """
+
+    def fetch() -> None:
+        _get(shard.url, target)
+        if (found := target.stat().st_size) != shard.size:
+            raise OSError(f"{found} bytes came instead of {shard.size}")
+
+    try:
+        _patiently(fetch)
+    except OSError as error:
+        raise OSError(f"{shard.url}: {error}") from error
+
+
+def _get(url: str, target: Path) -> None:
+    filesystem, path = _filesystem(url)
+    filesystem.get_file(path, str(target))
+
+
+def _patiently(ask: Callable[[], T]) -> T:
+    """Ask a store up to three times, waiting longer each time.
+
+    Raises:
+        OSError: what it said last.
+    """
     for attempt in range(_TRIES):
         try:
-            filesystem, path = _filesystem(shard.url)
-            filesystem.get_file(path, str(target))
-            if (found := target.stat().st_size) != shard.size:
-                raise OSError(f"{found} bytes came instead of {shard.size}")
-            return
+            return ask()
+        except ValueError:  # a user's mistake in the address
+            raise
         except Exception as error:  # each store has errors of its own
             if attempt == _TRIES - 1:
-                raise OSError(f"{shard.url}: {error}") from error
+                raise OSError(str(error) or type(error).__name__) from error
             time.sleep(2**attempt)
+    raise AssertionError("the last try returns or raises")

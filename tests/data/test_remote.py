@@ -328,26 +328,60 @@ def test_the_head_of_an_index_is_read_without_parsing_python(local, monkeypatch)
     assert stored_head(place, 5) is stored_head(local / "none.npz", state.st_size) is None
 
 
-def test_a_web_server(local, tmp_path, monkeypatch):
+@pytest.fixture
+def web(local, tmp_path, monkeypatch):
+    """A web server's address, and how often each path is still answered with an error."""
     pytest.importorskip("aiohttp")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
+    busy: dict[str, list[int]] = {}
 
-    class Quiet(SimpleHTTPRequestHandler):
+    class Handler(SimpleHTTPRequestHandler):
         def log_message(self, *arguments):
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(local)))
+        def send_head(self):
+            if busy.get(self.path):
+                return self.send_error(busy[self.path].pop())
+            return super().send_head()
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(local)))
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    url = f"http://127.0.0.1:{server.server_address[1]}"
-    try:
-        source = source_from_path(url + "/{0..5}.tar")
-        assert source.problems == {"missing shard": 1}
-        assert [s[:4] for s in everything(source)] == [
-            s[:4] for s in everything(ShardSource(str(local)))
-        ]
-    finally:
-        server.shutdown()
-        server.server_close()
+    yield f"http://127.0.0.1:{server.server_address[1]}", busy
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_web_server(local, web):
+    source = source_from_path(web[0] + "/{0..5}.tar")
+    assert source.problems == {"missing shard": 1}
+    assert [s[:4] for s in everything(source)] == [
+        s[:4] for s in everything(ShardSource(str(local)))
+    ]
+
+
+@pytest.mark.parametrize("path", ["/", "/{0..4}.tar"])
+def test_a_web_server_that_is_busy_for_a_moment_is_asked_again(web, monkeypatch, path):
+    url, busy = web
+    waits = []
+    monkeypatch.setattr(remote.time, "sleep", waits.append)
+    # HEAD and GET are both answered with an error before fsspec gives up.
+    busy |= {"/": [503], "/1.tar": [503, 503], "/2.tar": [429, 504, 500, 503]}
+    busy |= {"/3.tar.index.npz": [503, 503]}
+    source = source_from_path(url + path)
+    assert len(source) == sum(COUNTS) and not source.problems
+    assert not any(busy.values()) or path != "/"
+    assert sorted(waits) == [1, 1, 1, 1, 2] if path == "/" else [1, 1, 1, 2]
+
+
+def test_a_web_server_that_stays_busy_is_an_error_and_no_missing_shard(web, monkeypatch):
+    url, busy = web
+    monkeypatch.setattr(remote.time, "sleep", lambda seconds: None)
+    busy["/1.tar"] = [503] * 99
+    with pytest.raises(ValueError, match=r"/1\.tar cannot be reached: "):
+        source_from_path(url + "/{0..4}.tar")
+    busy["/"] = [503] * 99
+    with pytest.raises(ValueError, match="cannot be listed: 503"):
+        source_from_path(url)
 
 
 def test_settings_lead_to_it(store, tmp_path):
