@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Annotated, Literal, NoReturn
 
 import typer
+from pydantic import BaseModel
 
 from multimodal.config import Config, EvaluateConfig
 from multimodal.config_io import (
@@ -85,6 +86,7 @@ def train(
     if show:
         typer.echo(dump_yaml(resolved), nl=False)
         return
+    _look_at_data(resolved)
     from multimodal.train.loop import train as run
 
     try:
@@ -121,6 +123,8 @@ def evaluate(
             )
         arguments = [str(own), *arguments]
     section = load_config(arguments, EvaluateConfig, only=True)
+    _look_for_model(model)
+    _look_at_data(section)
     from multimodal.evaluate.report import print_results
     from multimodal.evaluate.run import evaluate_all
     from multimodal.weights.load import load
@@ -158,6 +162,7 @@ def classify(
 
     names = _read_labels(labels)
     files = [path for image in images for path in picture_files(image)]
+    _look_for_model(model)
     from multimodal.weights.load import load
 
     pretrained = load(model, device=device)
@@ -214,13 +219,15 @@ def embed(
     workers: Workers = 0,
 ) -> None:
     """Export unit-length embeddings with metadata, in the layout of clip-retrieval."""
+    _look_for_model(model)
     from multimodal.data.build import source_from_path
-    from multimodal.embed.export import export
-    from multimodal.weights.load import load
 
     source = source_from_path(
         data, image_column=image_column, caption_column=caption_column, separator=separator
     )
+    from multimodal.embed.export import export
+    from multimodal.weights.load import load
+
     with _progress("embed", len(source)) as advance:
         export(
             load(model, device=device),
@@ -311,17 +318,18 @@ def pack(
             pack_openmoji(out, progress=advance)
         return
     from multimodal.data.build import source_from_path
-    from multimodal.data.pack import pack as write
-    from multimodal.data.recode import Recode
     from multimodal.data.splits import REST, parse_splits
 
-    pictures = Recode(short_side, format, quality)
     shares = parse_splits(splits) if splits else None
-    if workers is None:
-        workers = (os.cpu_count() or 1) if pictures.changes else 0
     opened = source_from_path(
         source, image_column=image_column, caption_column=caption_column, separator=separator
     )
+    from multimodal.data.pack import pack as write
+    from multimodal.data.recode import Recode
+
+    pictures = Recode(short_side, format, quality)
+    if workers is None:
+        workers = (os.cpu_count() or 1) if pictures.changes else 0
     with _progress("pack", len(opened)) as advance:
         packed = write(
             opened,
@@ -372,6 +380,10 @@ def check(
         )
     else:
         config = load_config(subject, Config)
+        from multimodal.data.first_look import first_look
+
+        for problem in first_look(config):
+            typer.echo(f"problem: {problem}", err=True)
         from multimodal.train.check import check_run
 
         run = check_run(config)
@@ -407,6 +419,22 @@ def check(
         check_page.print_report(data, run.facts if run else {}, problems, advice)
     if problems:
         sys.exit(1)
+
+
+def _look_for_model(model: str) -> None:
+    if not model.startswith("hf:") and not Path(model).exists():
+        raise ValueError(
+            f"no model at {model!r}: there is no such folder; give a run folder, a model folder, "
+            "or hf:FOLDER_OR_NAME"
+        )
+
+
+def _look_at_data(settings: BaseModel) -> None:
+    """Tell mistakes in paths and columns now, before seconds of imports."""
+    from multimodal.data.first_look import first_look
+
+    if problems := first_look(settings):
+        raise ValueError("\n  ".join(problems))
 
 
 def _is_source(subject: str) -> bool:

@@ -66,7 +66,9 @@ _Loader.add_constructor("tag:yaml.org,2002:str", lambda loader, node: expand_hom
 
 def expand_home(text: str) -> str:
     """Put the home folder for the `~` at the start of a path: `~/a`, `~user/a`, `hf:~/a`."""
-    start, path = re.match(r"(hf:|--[a-z-]+=)?(.*)", text, re.DOTALL).groups("")
+    start, path = "", text
+    if prefix := re.match(r"hf:|--[a-z-]+=", text):
+        start, path = prefix[0], text[prefix.end() :]
     return start + os.path.expanduser(path) if re.match(r"~[\w.-]*/", path) else text
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from multimodal.data.source import (
@@ -104,6 +105,15 @@ class FolderSource:
         return None if name is None else read_file(self._root / name, stem)
 
 
+def has_pictures(path: str) -> bool:
+    """Whether there is a picture in a folder, without listing more of it than needed."""
+    return any(
+        has_picture_ending(file) and not file.startswith(".")
+        for _, files in _walk(Path(path), lambda error: None)
+        for file in files
+    )
+
+
 def picture_files(path: Path) -> list[Path]:
     """A file itself, or all pictures of a folder and its sub-folders, sorted by path.
 
@@ -138,9 +148,7 @@ def _listing(
     def unreadable(error: OSError) -> None:
         problems["unreadable folder"] += 1
 
-    seen = {os.path.realpath(root)}
-    for folder, folders, files in os.walk(root, followlinks=True, onerror=unreadable):
-        folders[:] = sorted(name for name in folders if _is_new(Path(folder, name), seen))
+    for folder, files in _walk(root, unreadable):
         inside = Path(folder).relative_to(root).as_posix()
         prefix = "" if inside == "." else f"{inside}/"
         for file in sorted(files):
@@ -157,6 +165,14 @@ def _listing(
             else:
                 problems["unknown file type"] += 1
     return sorted(images, key=lambda pair: pair[1]), sidecars, problems
+
+
+def _walk(root: Path, unreadable: Callable[[OSError], None]) -> Iterator[tuple[str, list[str]]]:
+    """Folders to look into, each once, with the names of their files."""
+    seen = {os.path.realpath(root)}
+    for folder, folders, files in os.walk(root, followlinks=True, onerror=unreadable):
+        folders[:] = sorted(name for name in folders if _is_new(Path(folder, name), seen))
+        yield folder, files
 
 
 def _is_new(folder: Path, seen: set[str]) -> bool:

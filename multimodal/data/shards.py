@@ -32,7 +32,6 @@ from multimodal.data.tar_index import (
     summarize,
 )
 from multimodal.data.tar_scan import Finding, Findings
-from multimodal.distributed import barrier, rank, world_size
 
 log = logging.getLogger(__name__)
 
@@ -85,20 +84,6 @@ def _expand(pattern: str) -> list[Path]:
     return [Path(name) for name in dict.fromkeys(found)]
 
 
-def index_together(path: str) -> None:
-    """Index the shards that a path stands for, each rank a part of them. Call it on all ranks.
-
-    A `ShardSource` then finds the indices on the disk. What is wrong with a shard or with the path
-    is left for the source to say; where no index can be kept, it makes them by itself.
-    """
-    try:
-        shards = find_shards(path)
-    except ValueError:
-        shards = []
-    _summarize_all(f"shards {path}", shards[rank() :: world_size()])
-    barrier()
-
-
 class ShardSource:
     """Samples of tar shards, in the order of the shards and of the pictures in them.
 
@@ -115,7 +100,7 @@ class ShardSource:
     def __init__(self, path: str):
         self.description = f"shards {path}"
         self._shards = [shard.absolute() for shard in find_shards(path)]
-        summaries = _summarize_all(self.description, self._shards)
+        summaries = summarize_all(self.description, self._shards)
         self._counts = [summary.samples for summary in summaries]
         self._sizes = [summary.size for summary in summaries]
         self._ends = list(accumulate(self._counts))
@@ -207,7 +192,7 @@ class ShardSource:
         return shard
 
 
-def _summarize_all(description: str, shards: list[Path]) -> list[Summary]:
+def summarize_all(description: str, shards: list[Path]) -> list[Summary]:
     """Summaries in order. Threads, since a scan of new shards mostly waits for the disk."""
     summaries = []
     last = time.monotonic()

@@ -14,7 +14,8 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -72,9 +73,8 @@ class TableSource:
         self._captions = (caption_column,) if single else tuple(caption_column)
         self.description = f"table {path}"
         self.problems: dict[str, int] = {}
-        if not self._path.is_file():
-            raise ValueError(f"{path}: there is no such table")
         needed = (image_column, *self._captions)
+        check_table(path, needed, separator)
         self._rows = _open_rows(self._path, needed, separator)
         if not len(self):
             raise ValueError(_NO_ROWS.format(path))
@@ -137,23 +137,35 @@ class _Rows(Protocol):
         ...
 
 
-def _open_rows(path: Path, needed: Sequence[str], separator: str | None) -> _Rows:
-    """Rows of a table whose columns are known to be there before the whole of it is read."""
-    ending = path.suffix.lower()
-    if ending != ".parquet":
-        _check_is_not_utf16(path)
+def check_table(path: str, needed: Sequence[str], separator: str | None) -> None:
+    """See that a table is there and has the needed columns, without reading the whole of it.
+
+    Raises:
+        ValueError: when it is not there, is no table, or lacks a column.
+    """
+    place = Path(path)
+    ending = place.suffix.lower()
+    if not place.is_file():
+        raise ValueError(f"{path}: there is no such table")
+    if ending in _SEPARATORS:
+        separator = separator or _SEPARATORS[ending]
+        _check_is_not_utf16(place)
+        check_columns(place, _header(place, separator), needed, separator)
+    elif ending == ".jsonl":
+        _check_is_not_utf16(place)
+        check_columns(place, _first_names(place), needed)
+    elif ending == ".parquet":
+        with _pyarrows_errors(place):
+            check_columns(place, parquet.read_schema(place).names, needed)
+    else:
+        raise ValueError(f"{path}: unknown kind of table; use one of {', '.join(ENDINGS)}")
+
+
+@contextmanager
+def _pyarrows_errors(path: Path) -> Iterator[None]:
+    """As mistakes in a table."""
     try:
-        if ending in _SEPARATORS:
-            separator = separator or _SEPARATORS[ending]
-            names = _header(path, separator)
-            check_columns(path, names, needed, separator)
-            return _MemoryRows(_read_csv(path, separator, names, needed))
-        if ending == ".jsonl":
-            check_columns(path, _first_names(path), needed)
-            return _JsonRows(path)
-        if ending == ".parquet":
-            check_columns(path, parquet.read_schema(path).names, needed)
-            return _open_parquet(path, needed)
+        yield
     except pa.ArrowInvalid as error:
         if "straddling" in str(error):
             raise ValueError(
@@ -162,10 +174,21 @@ def _open_rows(path: Path, needed: Sequence[str], separator: str | None) -> _Row
                 "if the row is meant, save the table as .jsonl or .parquet"
             ) from error
         raise ValueError(
-            f"{path}: not a sound {ending} table: {error}; a text that holds a separator, a quote "
-            "or a line break must stand in double quotes"
+            f"{path}: not a sound {path.suffix.lower()} table: {error}; a text that holds a "
+            "separator, a quote or a line break must stand in double quotes"
         ) from error
-    raise ValueError(f"{path}: unknown kind of table; use one of {', '.join(ENDINGS)}")
+
+
+def _open_rows(path: Path, needed: Sequence[str], separator: str | None) -> _Rows:
+    """Rows of a table that `check_table` has looked at."""
+    ending = path.suffix.lower()
+    with _pyarrows_errors(path):
+        if ending == ".jsonl":
+            return _JsonRows(path)
+        if ending == ".parquet":
+            return _open_parquet(path, needed)
+        separator = separator or _SEPARATORS[ending]
+        return _MemoryRows(_read_csv(path, separator, _header(path, separator), needed))
 
 
 def check_columns(

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
-from pydantic import BaseModel
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -16,9 +15,10 @@ from multimodal import config
 from multimodal.config import Config
 from multimodal.data.batch import Batch
 from multimodal.data.build import open_source
+from multimodal.data.first_look import sources_in
 from multimodal.data.loader import train_loader
 from multimodal.data.mixture import MixtureSource
-from multimodal.data.shards import index_together
+from multimodal.data.shared_index import index_together
 from multimodal.data.source import BadSample, Source
 from multimodal.data.tar_index import LOST
 from multimodal.data.text import Tokenizer, build_tokenizer
@@ -38,7 +38,7 @@ _TOKENIZER_SAMPLES = 200_000
 """Samples whose captions train a tokenizer, spread evenly over the data."""
 
 
-def open_data(config: Config) -> Source:
+def open_data(whole: Config) -> Source:
     """Open the training data, and see that the evaluations' data is there before hours are spent.
 
     Shards that have no index yet are scanned by all ranks together, each a part of them.
@@ -46,11 +46,12 @@ def open_data(config: Config) -> Source:
     Raises:
         ValueError: on all ranks, when a source cannot be opened or too many shards are lost.
     """
-    for path in dict.fromkeys(_shard_paths([config.data.train, config.evaluate])):
+    parts = sources_in([whole.data.train, whole.evaluate])
+    for path in dict.fromkeys(p.path for p in parts if isinstance(p, config.ShardsSource)):
         index_together(path)
-    source = main_first(lambda: open_source(config.data.train))
-    check_shards(source, config.data.max_skipped)
-    on_main(lambda: check_evaluations(config))
+    source = main_first(lambda: open_source(whole.data.train))
+    check_shards(source, whole.data.max_skipped)
+    on_main(lambda: check_evaluations(whole))
     return source
 
 
@@ -68,17 +69,6 @@ def check_shards(source: Source, max_skipped: float) -> None:
                 f"damaged, more than data.max_skipped={max_skipped} allows; repair them, name only "
                 "the others in data.train.path, or raise data.max_skipped"
             )
-
-
-def _shard_paths(settings: object) -> Iterator[str]:
-    """Paths of all shards that settings name, however deep."""
-    if isinstance(settings, config.ShardsSource):
-        yield settings.path
-    elif isinstance(settings, BaseModel):
-        yield from _shard_paths(vars(settings))
-    elif isinstance(settings, list | tuple | dict):
-        for part in settings.values() if isinstance(settings, dict) else settings:
-            yield from _shard_paths(part)
 
 
 def check_evaluations(whole: Config) -> None:

@@ -6,7 +6,8 @@ from made_data import pairs, write_tar
 from tools import on_ranks
 
 from multimodal.data import tar_index
-from multimodal.data.shards import ShardSource, index_together
+from multimodal.data.shards import ShardSource
+from multimodal.data.shared_index import index_together
 
 NAMES = [f"{i:05d}.tar" for i in range(7)]
 
