@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,6 +36,8 @@ _OF_USERS = (
     PermissionError,
 )
 """Errors that come from the paths that a user gave."""
+_PATIENCE = 10
+"""Seconds that a launcher has to end a process which keeps quiet, since another tells why."""
 
 app = typer.Typer(
     name="multimodal",
@@ -82,11 +85,12 @@ def train(
     ] = False,
 ) -> None:
     """Train, evaluate on the way, checkpoint. The same command again resumes."""
-    resolved = load_config(config, Config)
-    if show:
-        typer.echo(dump_yaml(resolved), nl=False)
-        return
-    _look_at_data(resolved)
+    with _told_once_a_machine():
+        resolved = load_config(config, Config)
+        if show:
+            typer.echo(dump_yaml(resolved), nl=False)
+            return
+        _look_at_data(resolved)
     from multimodal.train.loop import train as run
 
     try:
@@ -445,6 +449,23 @@ def _is_source(subject: str) -> bool:
 
 
 @contextmanager
+def _told_once_a_machine() -> Iterator[None]:
+    """All processes of a machine read the same arguments and files, and one tells what is wrong."""
+    try:
+        yield
+    except (ValueError, *_OF_USERS):
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            _leave_quietly(2)
+        raise
+
+
+def _leave_quietly(code: int) -> NoReturn:
+    """End after the process that tells why: at the first end a launcher kills the others."""
+    time.sleep(_PATIENCE)
+    sys.exit(code)
+
+
+@contextmanager
 def _progress(name: str, total: int | None) -> Iterator[Callable[[int], None]]:
     """A bar on a terminal; yields what moves it by a number of samples."""
     from rich.console import Console
@@ -465,10 +486,16 @@ def main() -> None:
         _fail(error, code=2)
     except (RunStopped, OSError) as error:
         _fail(error, code=1)
+    except RuntimeError as error:
+        if not hasattr(error, "told_by_main"):
+            raise
+        _fail(error, code=1)
 
 
 def _fail(error: Exception, *, code: int) -> NoReturn:
     if os.environ.get("MULTIMODAL_TRACEBACK"):
         raise error
+    if hasattr(error, "told_by_main"):
+        _leave_quietly(code)
     typer.echo(f"error: {error}", err=True)
     sys.exit(code)

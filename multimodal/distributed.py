@@ -109,7 +109,7 @@ def on_main(function: Callable[[], T]) -> T:
 
     Raises:
         Exception: what `function` raised, on all ranks (as ValueError or RuntimeError on the
-            others), so that none waits for a rank that has left.
+            others, with the attribute `told_by_main`), so that none waits for a rank that has left.
     """
     if world_size() == 1:
         return function()
@@ -125,7 +125,9 @@ def on_main(function: Callable[[], T]) -> T:
     if error is not None:
         raise error
     if told is not None:
-        raise (ValueError if of_user else RuntimeError)(told)
+        repeated = (ValueError if of_user else RuntimeError)(told)
+        repeated.told_by_main = True  # pyright: ignore[reportAttributeAccessIssue]
+        raise repeated
     return cast(T, value)
 
 

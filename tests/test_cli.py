@@ -159,3 +159,29 @@ def test_a_tilde_in_an_argument_is_the_home_folder(run, folder, monkeypatch, tmp
     assert code == 0 and (folder / "packed home" / "00000.tar").is_file()
     assert run("check", "~/pictures", "--html=~/home.html", cwd=tmp_path)[0] == 0
     assert (folder / "home.html").is_file()
+
+
+def test_of_several_processes_one_tells_a_mistake(run, monkeypatch):
+    waits = []
+    monkeypatch.setattr(cli.time, "sleep", waits.append)
+    for rank in "012":
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        code, _, error = run("train", "gone.yaml")
+        assert code == 2 and ("no such file" in error) == (rank == "0")
+    assert len(waits) == 2, "they wait, since a launcher kills the one that tells"
+
+
+@pytest.mark.parametrize(("kind", "code"), [(ValueError, 2), (RuntimeError, 1)])
+def test_what_rank_0_has_told_is_not_told_again(monkeypatch, capsys, kind, code):
+    waits = []
+
+    def fail(arguments):
+        error = kind("told")
+        error.told_by_main = True
+        raise error
+
+    monkeypatch.setattr(cli.time, "sleep", waits.append)
+    monkeypatch.setattr(cli, "app", fail)
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == code and capsys.readouterr().err == "" and len(waits) == 1

@@ -18,7 +18,7 @@ def exercise():
     try:
         distributed.on_main(lambda: int("seven"))
     except ValueError as error:
-        mistake = str(error)
+        mistake = str(error), hasattr(error, "told_by_main")
     return {
         "rank": r,
         "main": distributed.is_main(),
@@ -53,7 +53,8 @@ def test_collectives_see_all_ranks_in_order(world):
         assert result["sum"].tolist() == [sum(range(world)), world]
         assert result["max"].tolist() == [world - 1, 0]
         assert result["on_main"] == 7
-        assert "seven" in result["mistake"]
+        assert "seven" in result["mistake"][0]
+        assert result["mistake"][1] == (r > 0)
 
 
 def test_reductions_leave_their_argument_alone():

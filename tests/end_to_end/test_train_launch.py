@@ -50,3 +50,16 @@ def test_a_mistake_ends_with_one_sentence_and_code_2(tmp_path):
     output = finish(start("scripts/train.py", config), code=2)
     assert "error: " in output and "Traceback" not in output
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mistake", ["data.train.path=nothing", "model.tokenizer={kind: hf, name: x}"]
+)
+def test_a_mistake_is_told_once_by_two_processes(tmp_path, mistake):
+    """The first is seen before the processes meet, the second by rank 0 alone."""
+    tree = tiny_tree(tmp_path / "run", make_shards(tmp_path / "data", 9))
+    config = str(write_config(tmp_path / "run.yaml", tree))
+    output = finish(start(*LAUNCHERS["torchrun"], "scripts/train.py", config, mistake), code=1)
+    assert len([line for line in output.splitlines() if line.startswith("error: ")]) == 1, output
+    assert "multimodal/cli.py" not in output, "no traceback"
