@@ -15,6 +15,7 @@ import os
 import re
 import secrets
 import zipfile
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +29,7 @@ from multimodal.files import cache_folder
 IMAGE, TEXT, RECORD, LABEL = range(4)
 """Rows of `Index.spans` for one sample."""
 _KINDS = (IMAGE, TEXT, RECORD, LABEL)
-_FIELDS = dict.fromkeys(IMAGE_EXTENSIONS, IMAGE) | {"txt": TEXT, "json": RECORD, "cls": LABEL}
+FIELDS = dict.fromkeys(IMAGE_EXTENSIONS, IMAGE) | {"txt": TEXT, "json": RECORD, "cls": LABEL}
 _UNSAFE = re.compile(r"^[/\\]|^[A-Za-z]:[/\\]|(^|[/\\])\.\.([/\\]|$)")
 """Absolute names, and names that lead out of their folder, of Unix and of Windows."""
 _HIDDEN = re.compile(r"(^|/)\.[^/]*$")
@@ -166,28 +167,24 @@ def _group(scan: Scan, problems: Findings, notes: Findings) -> dict[str, dict[in
     for member in scan.members:
         name = member.name.removeprefix("./")
         key, extension = split_name(name)
-        if reason := _refusal(name, extension):
+        if reason := refusal(name, extension):
             problems.add(reason, [name])
             continue
         parts = samples.setdefault(key, {})
         if parts and key != last:
             apart[key] = None
         last = key
-        if _FIELDS[extension] in parts:
+        if FIELDS[extension] in parts:
             doubled.add(key)
-        parts[_FIELDS[extension]] = member
+        parts[FIELDS[extension]] = member
     usable = {}
     if cut:
         problems.add("cut sample", [cut])
     for key, parts in samples.items():
         if key == cut:
             continue
-        if key in doubled:
-            problems.add("duplicate key", [key])
-        elif IMAGE not in parts:
-            problems.add("no image", [key])
-        elif len(parts) == 1:
-            problems.add(NO_CAPTION, [key])
+        if fault := fault_of(parts, doubled=key in doubled):
+            problems.add(fault, [key])
         else:
             usable[key] = parts
     for key in apart:
@@ -196,12 +193,22 @@ def _group(scan: Scan, problems: Findings, notes: Findings) -> dict[str, dict[in
     return usable
 
 
-def _refusal(name: str, extension: str) -> str | None:
+def fault_of(parts: Collection[int], *, doubled: bool) -> str | None:
+    """Why members of one key are no sample; `doubled` when two of them are of one kind."""
+    if doubled:
+        return "duplicate key"
+    if IMAGE not in parts:
+        return "no image"
+    return NO_CAPTION if len(parts) == 1 else None
+
+
+def refusal(name: str, extension: str) -> str | None:
+    """Why a member is no part of a sample."""
     if _UNSAFE.search(name):
         return "unsafe name"
     if _HIDDEN.search(name):
         return "hidden file"
-    return None if extension in _FIELDS else "unknown file type"
+    return None if extension in FIELDS else "unknown file type"
 
 
 # --- the stored index ----------------------------------------------------------------------------

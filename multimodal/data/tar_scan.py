@@ -1,4 +1,4 @@
-"""The members of a tar archive, found by reading its headers only.
+"""The members of a tar archive: of a file by reading its headers only, or of a stream.
 
 The formats are ustar, GNU (long names, base-256 numbers) and pax (`path`, `size`), as in
 https://www.gnu.org/software/tar/manual/html_node/Standard.html. An archive is followed up to the
@@ -13,13 +13,16 @@ from __future__ import annotations
 import os
 import re
 import zlib
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple, Protocol
 
 BLOCK = 512
 RECORD = 20 * BLOCK
 """A tar is filled up with zeros to a multiple of this, unless its writer was told otherwise."""
 _READ = 8 * BLOCK
+_FLOW = 1 << 18
+LARGEST_KEPT = 1 << 28
+"""Bytes of one member of a stream; a larger one is passed over, not read."""
 _LONGEST_EXTENSION_RECORD = 1 << 20
 _NAMES = 10
 _LONGEST_NAME = 200
@@ -74,35 +77,70 @@ def scan_members(descriptor: int, problems: Findings) -> Scan:
     sample may have had further parts.
     """
     members: list[Member] = []
-    last = ""
     try:
-        for kind, member in _entries(descriptor):
-            last = member.name
-            if kind in b"0\x007":
-                members.append(member)
-            elif kind in b"12":
-                problems.add("link in the shard", [member.name])
-            elif kind not in b"5":
-                problems.add("special file in the shard", [member.name])
-    except _Broken as broken:
+        for member in members_of(_Blocks(descriptor), problems):
+            members.append(member)
+    except Broken as broken:
         problems.add(broken.reason, [broken.place])
-        return Scan(members, broken.member or last)
+        return Scan(members, broken.cut)
     return Scan(members, None)
 
 
-class _Broken(Exception):
-    """The archive cannot be followed further than an offset, or than a member."""
+class Broken(Exception):
+    """The archive cannot be followed further than an offset, or than a member.
+
+    Attributes:
+        reason: What is wrong, to count by.
+        place: Where, for people.
+        cut: Name of the member at which it is, or of the one before.
+    """
 
     def __init__(self, reason: str, *, offset: int = 0, member: str = ""):
         super().__init__(reason)
         self.reason = reason
-        self.member = member
+        self.cut = member
         self.place = f"in {member}" if member else f"byte {offset}"
 
 
-def _entries(descriptor: int) -> Iterator[tuple[int, Member]]:
+class Archive(Protocol):
+    """The bytes of a tar. Each call asks for an offset that is not below those asked for before."""
+
+    def at(self, offset: int) -> bytes:
+        """The block at an offset; shorter at the end."""
+        ...
+
+    def read(self, offset: int, size: int) -> bytes:
+        """Bytes at an offset; fewer at the end."""
+        ...
+
+    def reaches(self, end: int) -> bool:
+        """Whether there are so many bytes."""
+        ...
+
+
+def members_of(archive: Archive, problems: Findings) -> Iterator[Member]:
+    """Regular members up to the end marker; `problems` counts what else there is.
+
+    Raises:
+        Broken: at the first place that is not sound.
+    """
+    last = ""
+    try:
+        for kind, member in _entries(archive):
+            last = member.name
+            if kind in b"0\x007":
+                yield member
+            elif kind in b"12":
+                problems.add("link in the shard", [member.name])
+            elif kind not in b"5":
+                problems.add("special file in the shard", [member.name])
+    except Broken as broken:
+        broken.cut = broken.cut or last
+        raise
+
+
+def _entries(archive: Archive) -> Iterator[tuple[int, Member]]:
     """Type and place of every member, with the names and sizes that extension records give."""
-    archive = _Blocks(descriptor)
     offset = 0
     name = ""
     override: dict[str, str] = {}
@@ -110,12 +148,12 @@ def _entries(descriptor: int) -> Iterator[tuple[int, Member]]:
         kind, name, size = header
         size = int(override.get("size", size))
         start = offset + BLOCK
-        if start + size > archive.size:
+        if not archive.reaches(start + size):
             member = "" if kind in b"xgLK" else override.get("path", name)
-            raise _Broken("truncated shard", offset=offset, member=member)
+            raise Broken("truncated shard", offset=offset, member=member)
         offset = start + -(-size // BLOCK) * BLOCK
         if kind in b"xL":
-            data = os.pread(descriptor, min(size, _LONGEST_EXTENSION_RECORD), start)
+            data = archive.read(start, min(size, _LONGEST_EXTENSION_RECORD))
             override |= _extension_record(kind, data)
         elif kind not in b"gK":
             sparse = any(key.startswith("GNU.sparse") for key in override)
@@ -124,33 +162,37 @@ def _entries(descriptor: int) -> Iterator[tuple[int, Member]]:
     _check_end(archive, offset, name)
 
 
-def _check_end(archive: _Blocks, offset: int, last: str) -> None:
+def _check_end(archive: Archive, offset: int, last: str) -> None:
     """What follows the end marker may only fill the last record up.
 
     Zeros are also what a download leaves where it has not come to, and one shard may have been
     written behind another.
     """
-    for start in range(offset, archive.size, _LONGEST_EXTENSION_RECORD):
-        if archive.read(start, _LONGEST_EXTENSION_RECORD).strip(b"\0"):
-            raise _Broken("data after the end of the shard", offset=offset, member=last)
-    if archive.size - offset > 2 * RECORD:
-        raise _Broken("zeros for a part of the shard", offset=offset, member=last)
+    end = offset
+    while rest := archive.read(end, _LONGEST_EXTENSION_RECORD):
+        if rest.strip(b"\0"):
+            raise Broken("data after the end of the shard", offset=offset, member=last)
+        end += len(rest)
+    if end - offset > 2 * RECORD:
+        raise Broken("zeros for a part of the shard", offset=offset, member=last)
 
 
 class _Blocks:
-    """Blocks of a file. One read serves the headers that follow a small member, as a text's do."""
+    """A file's. One read serves the headers that follow a small member, as a text's do."""
 
     def __init__(self, descriptor: int):
-        self.size = os.fstat(descriptor).st_size
+        self._size = os.fstat(descriptor).st_size
         self._descriptor = descriptor
         self._start = 0
         self._data = b""
+
+    def reaches(self, end: int) -> bool:
+        return end <= self._size
 
     def read(self, offset: int, size: int) -> bytes:
         return os.pread(self._descriptor, size, offset)
 
     def at(self, offset: int) -> bytes:
-        """The block at an offset; shorter at the end of the file."""
         place = offset - self._start
         if not 0 <= place <= len(self._data) - BLOCK:
             self._start, place = offset, 0
@@ -158,12 +200,49 @@ class _Blocks:
         return self._data[place : place + BLOCK]
 
 
-def _header_at(archive: _Blocks, offset: int) -> tuple[int, str, int] | None:
+class Flow:
+    """Of bytes that come in sequence, those that lie ahead of the last offset asked for.
+
+    Args:
+        read: Gives up to so many of the next bytes, and none at the end.
+    """
+
+    def __init__(self, read: Callable[[int], bytes]):
+        self._more = read
+        self._start = 0
+        self._data = bytearray()
+
+    def reaches(self, end: int) -> bool:
+        self._fill(end)
+        return end <= self._start + len(self._data)
+
+    def read(self, offset: int, size: int) -> bytes:
+        """Bytes at an offset; fewer at the end, and none of a member larger than is kept."""
+        self._fill(offset)
+        if offset < self._start:
+            return b""
+        del self._data[: offset - self._start]
+        self._start = offset
+        self._fill(offset + size)
+        return bytes(memoryview(self._data)[:size])
+
+    def at(self, offset: int) -> bytes:
+        return self.read(offset, BLOCK)
+
+    def _fill(self, end: int) -> None:
+        while self._start + len(self._data) < end and (data := self._more(_FLOW)):
+            if len(self._data) > LARGEST_KEPT:
+                self._start += len(self._data)
+                self._data.clear()
+            self._data += data
+
+
+def _header_at(archive: Archive, offset: int) -> tuple[int, str, int] | None:
     """Type, name and size from a header block; None at the end marker, a block of zeros."""
     header = archive.at(offset)
     if len(header) < BLOCK:
-        reason = "truncated shard" if archive.size else "empty shard"
-        raise _Broken(reason, offset=archive.size)
+        end = offset + len(header)
+        raise Broken("truncated shard" if end else "empty shard", offset=end)
     if header.count(0) == BLOCK:
         return None
     try:
@@ -175,7 +254,7 @@ def _header_at(archive: _Blocks, offset: int) -> tuple[int, str, int] | None:
     # one more than that sum, modulo 65521, and 30 times as fast as `sum`.
     total = zlib.adler32(header[:148] + b" " * 8 + header[156:]) & 0xFFFF
     if (stored + 1 - total) % 65521 or size < 0:
-        raise _Broken("damaged shard" if offset else "not a tar file", offset=offset)
+        raise Broken("damaged shard" if offset else "not a tar file", offset=offset)
     name = _text(header[:100])
     # GNU tar keeps times, not a prefix, in the bytes where ustar has the prefix.
     if header[257:263] == b"ustar\0" and header[345]:
