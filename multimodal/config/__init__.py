@@ -17,7 +17,9 @@ from multimodal.config.data import (
     MixtureSource,
     ShardsSource,
     Source,
+    StreamSource,
     TableSource,
+    TrainSource,
 )
 from multimodal.config.evaluation import EvaluateConfig, Evaluation, Retrieval, ZeroShot
 from multimodal.config.model import (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from pydantic import (
+    BeforeValidator,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
@@ -78,7 +79,33 @@ class HubSource(Section):
         return self
 
 
-Part = Annotated[ShardsSource | TableSource | FolderSource | HubSource, Field(discriminator="kind")]
+class StreamSource(Section):
+    """Tar shards in the WebDataset layout that are read from front to back only."""
+
+    kind: Literal["stream"]
+    """To train on only. Order depends on ranks and workers; a resumed run is not bit-identical."""
+    path: str
+    """As of `shards`; web servers need no ranges, and nothing is kept on this machine."""
+    samples: PositiveInt
+    """Samples of an epoch: how many all shards hold, which should be filled evenly."""
+    shuffle_buffer: PositiveInt = 5000
+    """Samples, as stored, that each worker holds in memory and draws from."""
+
+
+def _is_no_stream(value: object) -> object:
+    kind = value.get("kind") if isinstance(value, dict) else getattr(value, "kind", None)
+    if kind == "stream":
+        raise ValueError(
+            "kind=stream can only be read in sequence, so it can only be trained on, as data.train "
+            "itself; use kind=shards here"
+        )
+    return value
+
+
+Part = Annotated[
+    Annotated[ShardsSource | TableSource | FolderSource | HubSource, Field(discriminator="kind")],
+    BeforeValidator(_is_no_stream),
+]
 PartName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]
 
 
@@ -103,9 +130,18 @@ class MixtureSource(Section):
 
 
 Source = Annotated[
-    ShardsSource | TableSource | FolderSource | HubSource | MixtureSource,
+    Annotated[
+        ShardsSource | TableSource | FolderSource | HubSource | MixtureSource,
+        Field(discriminator="kind"),
+    ],
+    BeforeValidator(_is_no_stream),
+]
+"""Samples that can be read by number."""
+TrainSource = Annotated[
+    ShardsSource | TableSource | FolderSource | HubSource | MixtureSource | StreamSource,
     Field(discriminator="kind"),
 ]
+"""What can be trained on."""
 
 
 class Augment(Section):
@@ -136,7 +172,7 @@ class Augment(Section):
 class Data(Section):
     """What is trained on."""
 
-    train: Source
+    train: TrainSource
     """The training pairs."""
     augment: Augment = Augment()
     """Random changes to the pictures."""
@@ -147,7 +183,7 @@ class Data(Section):
     shuffle_window: PositiveInt = 1_000_000
     """Samples shuffled together after the shards are shuffled. Larger mixes better, reads wider."""
     workers: NonNegativeInt = 2
-    """Loader processes of each rank; the order of samples does not depend on it."""
+    """Loader processes of each rank; only of a stream does the order of samples depend on it."""
     max_skipped: Fraction = 0.01
     """Share of unreadable samples above which the run stops."""
 

@@ -12,6 +12,9 @@ from torch import Tensor
 
 from multimodal.data.source import Scalar
 
+WHOLE_SHARD = -1
+"""`Skip.index` of a shard that is lost, or its end."""
+
 
 @dataclass(frozen=True)
 class Skip:
@@ -22,7 +25,7 @@ class Skip:
         place: Shard, table or folder that holds it.
         reason: Short text to count by.
         detail: The particulars.
-        index: Its number in the source.
+        index: Its number in the source, of a stream in its shard; or `WHOLE_SHARD`.
         position: Its global position in the training order; -1 outside training.
     """
 

@@ -14,6 +14,7 @@ from multimodal.data.mixture import MixtureSource
 from multimodal.data.remote import RemoteSource, is_remote
 from multimodal.data.shards import ShardSource
 from multimodal.data.source import Source
+from multimodal.data.stream import StreamSource, TrainingSource
 from multimodal.data.tables import ENDINGS, TableSource
 
 IMAGE_COLUMN, CAPTION_COLUMN = "image", "caption"
@@ -21,6 +22,17 @@ IMAGE_COLUMN, CAPTION_COLUMN = "image", "caption"
 
 SourceFile = RootModel[config.Source]
 """The settings of one source, without anything around them."""
+
+
+def open_training(section: config.TrainSource) -> TrainingSource:
+    """Open what is trained on, which need not be readable by number.
+
+    Raises:
+        ValueError: when there is nothing usable at its path.
+    """
+    if isinstance(section, config.StreamSource):
+        return StreamSource(section.path, section.samples, section.shuffle_buffer)
+    return open_source(section)
 
 
 def open_source(section: config.Source) -> Source:

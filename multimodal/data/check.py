@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,8 @@ from multimodal.data.batch import Skip
 from multimodal.data.decode import decode
 from multimodal.data.mixture import MixtureSource
 from multimodal.data.shards import ShardSource
-from multimodal.data.source import NO_CAPTION, BadSample, Fetching, Source
+from multimodal.data.source import NO_CAPTION, BadSample, Fetching, Sample, Source
+from multimodal.data.stream import StreamSource, TrainingSource
 from multimodal.data.text import Tokenizer
 
 MOST = 10_000
@@ -84,14 +86,16 @@ class DataReport:
 
 
 def check_data(
-    source: Source,
+    source: TrainingSource,
     *,
     tokenizer: Tokenizer | None = None,
     most: int = MOST,
     threads: int = 1,
     progress: Callable[[int], None] | None = None,
 ) -> DataReport:
-    """Read and decode samples of a source, evenly spread, and count what is found.
+    """Read and decode samples of a source, and count what is found.
+
+    They are evenly spread; of a stream they are the first of some shards.
 
     Args:
         tokenizer: to count tokens and captions that are cut.
@@ -99,18 +103,32 @@ def check_data(
         threads: that read and decode.
         progress: called with a number of samples that have been looked at since the last call.
     """
+    looks, started = [], time.perf_counter()
+    for look in _looks(source, most, threads):
+        looks.append(look)
+        if progress is not None:
+            progress(1)
+    return _report(source, looks, len(looks) / (time.perf_counter() - started), tokenizer)
+
+
+def _looks(source: TrainingSource, most: int, threads: int) -> Iterator[_Look]:
+    if isinstance(source, StreamSource):
+        every = max(1, min(most, len(source)) // _SHOWN)
+        for number, item in enumerate(islice(source.examples(), most)):
+            show = number % every == 0 and number < every * _SHOWN
+            yield (
+                _Look(skip=item)
+                if isinstance(item, Skip)
+                else _look(item.sample, source.names[item.shard], item.index, show)
+            )
+        return
     stride = max(1, -(-len(source) // most))
     indices = range(0, len(source), stride)
     shown = set(indices[:: max(1, len(indices) // _SHOWN)][:_SHOWN])
     if isinstance(source, Fetching | MixtureSource):
         threads = 1  # what fetches its samples keeps room for one reader
-    looks, started = [], time.perf_counter()
     with ThreadPoolExecutor(threads) as pool:
-        for look in pool.map(lambda index: _look(source, index, index in shown), indices):
-            looks.append(look)
-            if progress is not None:
-                progress(1)
-    return _report(source, looks, len(looks) / (time.perf_counter() - started), tokenizer)
+        yield from pool.map(lambda index: _read(source, index, index in shown), indices)
 
 
 @dataclass(frozen=True)
@@ -127,9 +145,15 @@ class _Look:
     shown: Shown | None = None
 
 
-def _look(source: Source, index: int, show: bool) -> _Look:
+def _read(source: Source, index: int, show: bool) -> _Look:
     try:
-        sample = source.read(index)
+        return _look(source.read(index), source.place(index), index, show)
+    except BadSample as error:
+        return _Look(skip=Skip(error.key, source.place(index), error.reason, error.detail, index))
+
+
+def _look(sample: Sample, place: str, index: int, show: bool) -> _Look:
+    try:
         data = sample.image or b""
         try:
             pixels = decode(data)
@@ -138,7 +162,6 @@ def _look(source: Source, index: int, show: bool) -> _Look:
         if not sample.captions and sample.meta.get("cls") is None:
             raise BadSample(NO_CAPTION, sample.key)
     except BadSample as error:
-        place = source.place(index)
         return _Look(skip=Skip(error.key, place, error.reason, error.detail, index))
     height, width = pixels.shape[1:]
     shown = None
@@ -164,7 +187,7 @@ def _thumbnail(picture: Image.Image) -> bytes:
 
 
 def _report(
-    source: Source, looks: list[_Look], per_second: float, tokenizer: Tokenizer | None
+    source: TrainingSource, looks: list[_Look], per_second: float, tokenizer: Tokenizer | None
 ) -> DataReport:
     skips = [look.skip for look in looks if look.skip is not None]
     good = [look for look in looks if look.skip is None]

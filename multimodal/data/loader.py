@@ -3,28 +3,30 @@
 A step t takes the global positions [t * B, (t + 1) * B) and rank r the r-th equal part of them. One
 item of the DataLoader is one step's part, built whole by one worker, so neither the number of
 workers nor that of ranks touches the order, and resuming is starting at another step.
+
+A stream cannot be read by number: its workers make every n-th step each, of shards of their own
+(see `stream`), and there the order depends on how many they are.
 """
 
 from __future__ import annotations
 
-import hashlib
 import sys
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from multimodal import config
-from multimodal.data.batch import Batch, EvalBatch, Skip, from_digests, hash64
+from multimodal.data.batch import Batch, EvalBatch, Skip
 from multimodal.data.mixture import fetch_ahead, training_order
-from multimodal.data.order import seed_for
-from multimodal.data.source import NO_CAPTION, BadSample, Sample, Source
+from multimodal.data.order import Ordering
+from multimodal.data.rows import Row, Rows, pixels_of, stacked
+from multimodal.data.source import BadSample, Sample, Source
+from multimodal.data.stream import Streamed, StreamSource, TrainingSource
 from multimodal.data.text import Tokenizer
 from multimodal.data.transforms import ImageTransform
 
-_NUL = "caption with a NUL"
 _BAD_IN_A_ROW = 100
 """Candidates for one place in a batch, after which the data count as unusable."""
 _STALLED_SECONDS = 600
@@ -48,8 +50,26 @@ def step_positions(step: int, *, batch_size: int, rank: int, world_size: int) ->
     return range(start, start + part)
 
 
+@dataclass(frozen=True)
+class Share:
+    """A rank's part of every batch.
+
+    Attributes:
+        batch_size: Pairs in a step over all ranks.
+    """
+
+    batch_size: int
+    rank: int
+    world_size: int
+
+    def positions(self, step: int) -> range:
+        return step_positions(
+            step, batch_size=self.batch_size, rank=self.rank, world_size=self.world_size
+        )
+
+
 def train_loader(
-    source: Source,
+    source: TrainingSource,
     *,
     data: config.Data,
     transform: ImageTransform,
@@ -64,19 +84,26 @@ def train_loader(
     """Loader of this rank's `Batch` for each step in [start_step, end_step), in order.
 
     An unusable sample is replaced by the next one of the same source that stands whole batches
-    later in the order, and is reported in `Batch.skipped`. Within an epoch a batch never holds a
-    sample twice; one that reaches into the next epoch may.
+    later in the order (in a stream, by the next one), and is reported in `Batch.skipped`. Within an
+    epoch a batch never holds a sample twice; one that reaches into the next epoch may.
 
     Args:
         batch_size: Pairs in a step over all ranks.
 
     Raises:
-        ValueError: when the ranks cannot share the batch equally.
+        ValueError: when the ranks cannot share the batch equally, or a stream's shards at all.
     """
-    step_positions(0, batch_size=batch_size, rank=rank, world_size=world_size)
+    share = Share(batch_size, rank, world_size)
+    share.positions(0)
+    rows = Rows(data, transform, tokenizer, seed)
+    items = range(start_step, end_step)
+    if isinstance(source, StreamSource):
+        workers = source.workers(data.workers, world_size)
+        stream = _StreamSteps(source, rows, items, share, workers, seed)
+        return in_workers(stream, stream, None, workers)
     reading = Reading(source, data.workers)
-    steps = _TrainSteps(reading, data, transform, tokenizer, batch_size, rank, world_size, seed)
-    return in_workers(steps, reading, range(start_step, end_step), data.workers)
+    order = training_order(source, seed=seed, window=data.shuffle_window)
+    return in_workers(_TrainSteps(reading, rows, order, share), reading, items, data.workers)
 
 
 def eval_loader(
@@ -93,27 +120,40 @@ def eval_loader(
     return in_workers(batches, reading, range(len(batches)), workers)
 
 
+class LastRead:
+    """A note of what each worker has read last, for when one dies."""
+
+    def __init__(self, workers: int):
+        self._numbers = torch.full((max(1, workers),), -1).share_memory_()
+
+    def note(self, number: int) -> None:
+        worker = get_worker_info()
+        self._numbers.numpy()[worker.id if worker else 0] = number
+
+    def told(self, place: Callable[[int], str]) -> str:
+        """The notes in words; `place` says what a number stands for."""
+        return ", ".join(place(n) for n in self._numbers.tolist() if n >= 0) or "none yet"
+
+
 class Reading:
     """The source as the workers read it, with a note of the sample that each has read last."""
 
     def __init__(self, source: Source, workers: int):
         self.source = source
-        self._last = torch.full((max(1, workers),), -1).share_memory_()
+        self._last = LastRead(workers)
 
     def read(self, index: int) -> Sample:
-        worker = get_worker_info()
-        self._last.numpy()[worker.id if worker else 0] = index
+        self._last.note(index)
         return self.source.read(index)
 
     def __str__(self) -> str:
-        started = [index for index in self._last.tolist() if index >= 0]
-        return ", ".join(f"sample {i} in {self.source.place(i)}" for i in started) or "none yet"
+        return self._last.told(lambda index: f"sample {index} in {self.source.place(index)}")
 
 
 class _Loader(DataLoader):
     """A DataLoader whose errors name the samples that its workers read last."""
 
-    reading: Reading
+    reading: Reading | _StreamSteps
 
     def __iter__(self):
         return self._named(super().__iter__())
@@ -126,11 +166,14 @@ class _Loader(DataLoader):
             raise
 
 
-def in_workers(dataset: Dataset, reading: Reading, items: range, workers: int) -> DataLoader:
+def in_workers(
+    dataset: Dataset, reading: Reading | _StreamSteps, items: range | None, workers: int
+) -> DataLoader:
     """The dataset's items in order, made by worker processes, or in this process if there are none.
 
     Args:
         reading: The source as the dataset reads it.
+        items: What the dataset is asked for; None where it gives its items by itself.
     """
     loader = _Loader(
         dataset,
@@ -154,63 +197,23 @@ def _start_worker(worker: int) -> None:
     torch.set_num_threads(1)
 
 
-class _Row(NamedTuple):
-    """One pair of a batch."""
-
-    key: str
-    pixels: Tensor
-    image_digest: bytes
-    caption: str
-    text: str
-    """The caption in its template."""
-
-
 class _TrainSteps(Dataset):
     """Map from a step's number to this rank's batch."""
 
-    def __init__(
-        self,
-        reading: Reading,
-        data: config.Data,
-        transform: ImageTransform,
-        tokenizer: Tokenizer,
-        batch_size: int,
-        rank: int,
-        world_size: int,
-        seed: int,
-    ):
+    def __init__(self, reading: Reading, rows: Rows, order: Ordering, share: Share):
         self._reading = reading
-        self._data = data
-        self._transform = transform
-        self._tokenizer = tokenizer
-        self._batch_size = batch_size
-        self._rank = rank
-        self._world_size = world_size
-        self._seed = seed
-        self._order = training_order(reading.source, seed=seed, window=data.shuffle_window)
+        self._rows = rows
+        self._order = order
+        self._share = share
 
     def __getitem__(self, step: int) -> Batch:
-        positions = step_positions(
-            step, batch_size=self._batch_size, rank=self._rank, world_size=self._world_size
-        )
+        positions = self._share.positions(step)
         fetch_ahead(self._reading.source, self._order, positions[0])
         skipped: list[Skip] = []
         rows = [self._usable(position, skipped) for position in positions]
-        captions = [row.text for row in rows]
-        texts = self._tokenizer.encode(captions)
-        return Batch(
-            images=_stacked([row.pixels for row in rows]),
-            tokens=texts.tokens,
-            lengths=texts.lengths,
-            keys=[row.key for row in rows],
-            positions=torch.tensor(positions),
-            captions=captions,
-            image_ids=from_digests(row.image_digest for row in rows),
-            text_ids=hash64(row.caption for row in rows),
-            skipped=skipped,
-        )
+        return self._rows.batch(rows, positions, skipped)
 
-    def _usable(self, position: int, skipped: list[Skip]) -> _Row:
+    def _usable(self, position: int, skipped: list[Skip]) -> Row:
         """The sample at a position, or the nearest usable one whole batches later.
 
         Only the position's own failure is reported: each later one is met in its own batch.
@@ -218,9 +221,12 @@ class _TrainSteps(Dataset):
         own = self._order.locate(position)
         failures = []
         for batches_later in range(_BAD_IN_A_ROW):
-            place = self._order.later(position, batches_later, self._batch_size)
+            place = self._order.later(position, batches_later, self._share.batch_size)
             try:
-                return self._prepared(place.index, own.epoch, position)
+                sample = self._reading.read(place.index)
+                return self._rows.row(
+                    sample, epoch=own.epoch, number=place.index, position=position
+                )
             except BadSample as error:
                 failures.append(_skip(self._reading.source, place.index, error, position))
             if batches_later == 0:
@@ -230,41 +236,68 @@ class _TrainSteps(Dataset):
             f"from position {position} on; the first: {failures[0]}; the last: {failures[-1]}"
         )
 
-    def _prepared(self, index: int, epoch: int, position: int) -> _Row:
-        sample = self._reading.read(index)
-        caption = self._checked_caption(sample, index, epoch, position)
-        templates = self._data.templates
-        template = templates[seed_for(self._seed, epoch, position, "template") % len(templates)]
-        seed = seed_for(self._seed, epoch, position, "image")
-        return _Row(
-            key=sample.key,
-            pixels=_pixels(sample, self._transform, seed),
-            # SHA-1 takes half the time of BLAKE2b, which for a large picture is 2 percent of all.
-            image_digest=hashlib.sha1(sample.image or b"", usedforsecurity=False).digest()[:8],
-            caption=caption,
-            text=template.replace("{}", caption),
+
+class _StreamSteps(IterableDataset):
+    """This rank's batches of some steps, of which each worker gives every n-th.
+
+    What cannot be used is reported with the position that waited for it.
+    """
+
+    def __init__(
+        self,
+        source: StreamSource,
+        rows: Rows,
+        steps: range,
+        share: Share,
+        workers: int,
+        seed: int,
+    ):
+        self._source = source
+        self._rows = rows
+        self._steps = steps
+        self._share = share
+        self._seed = seed
+        self._last = LastRead(workers)
+
+    def __str__(self) -> str:
+        return self._last.told(lambda shard: f"shard {self._source.names[shard]}")
+
+    def __iter__(self) -> Iterator[Batch]:
+        worker = get_worker_info()
+        number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
+        items = self._source.endless(
+            seed=self._seed,
+            position=self._steps.start * self._share.batch_size,
+            reader=self._share.rank * workers + number,
+            readers=self._share.world_size * workers,
         )
+        for step in self._steps[number::workers]:
+            skipped: list[Skip] = []
+            positions = self._share.positions(step)
+            rows = [self._next(items, position, skipped) for position in positions]
+            yield self._rows.batch(rows, positions, skipped)
 
-    def _checked_caption(self, sample: Sample, index: int, epoch: int, position: int) -> str:
-        if not sample.captions:
-            raise BadSample(NO_CAPTION, sample.key)
-        caption = self._caption(sample.captions, index, epoch, position)
-        if "\0" in caption:
-            raise BadSample(_NUL, sample.key, repr(caption[:80]))
-        if self._tokenizer.is_blank(caption):
-            raise BadSample(NO_CAPTION, sample.key, f"cleaning leaves nothing of {caption[:80]!r}")
-        return caption
-
-    def _caption(self, captions: tuple[str, ...], index: int, epoch: int, position: int) -> str:
-        match self._data.caption:
-            case "first":
-                chosen = 0
-            case "random":
-                chosen = seed_for(self._seed, epoch, position, "caption")
-            case "all":
-                # Where a sample starts does not depend on the epoch, so each epoch is one further.
-                chosen = epoch + seed_for(self._seed, 0, index, "first caption")
-        return captions[chosen % len(captions)]
+    def _next(self, items: Iterator[Streamed | Skip], position: int, skipped: list[Skip]) -> Row:
+        """The next usable sample."""
+        left_out: list[Skip] = []
+        while len(left_out) < _BAD_IN_A_ROW:
+            item = next(items)
+            if isinstance(item, Streamed):
+                self._last.note(item.shard)
+                try:
+                    row = self._rows.row(
+                        item.sample, epoch=item.epoch, number=item.number, position=item.number
+                    )
+                    skipped += left_out
+                    return row
+                except BadSample as error:
+                    place = self._source.names[item.shard]
+                    item = Skip(error.key, place, error.reason, error.detail, item.index)
+            left_out.append(replace(item, position=position))
+        raise ValueError(
+            f"{self._source.description}: {_BAD_IN_A_ROW} samples in a row cannot be used; the "
+            f"first: {left_out[0]}; the last: {left_out[-1]}"
+        )
 
 
 class _EvalBatches(Dataset):
@@ -288,7 +321,7 @@ class _EvalBatches(Dataset):
         for index in self._indices[start : start + self._batch_size]:
             try:
                 sample = self._reading.read(index)
-                images.append(_pixels(sample, self._transform))
+                images.append(pixels_of(sample, self._transform))
             except BadSample as error:
                 skipped.append(_skip(self._reading.source, index, error))
                 continue
@@ -296,25 +329,13 @@ class _EvalBatches(Dataset):
             indices.append(int(index))
         nothing = torch.empty(0, 3, size, size, dtype=torch.uint8)
         return EvalBatch(
-            images=_stacked(images) if images else nothing,
+            images=stacked(images) if images else nothing,
             keys=[sample.key for sample in samples],
             captions=[sample.captions for sample in samples],
             metas=[sample.meta for sample in samples],
             indices=indices,
             skipped=skipped,
         )
-
-
-def _pixels(sample: Sample, transform: ImageTransform, seed: int | None = None) -> Tensor:
-    try:
-        return transform(sample.image or b"", seed)
-    except BadSample as error:
-        raise BadSample(error.reason, sample.key, error.detail) from error
-
-
-def _stacked(images: list[Tensor]) -> Tensor:
-    """Stack pictures; in a worker, straight into the memory that it shares with its parent."""
-    return default_collate(images)
 
 
 def _skip(source: Source, index: int, error: BadSample, position: int = -1) -> Skip:

@@ -22,6 +22,7 @@ import numpy as np
 
 from multimodal.data.order import Order, Ordering, Place, permutation, remembered, seed_for
 from multimodal.data.source import BadSample, Fetching, Sample, Source
+from multimodal.data.stream import TrainingSource
 
 _BLOCK = 4096
 """Least number of positions in a block."""
@@ -133,7 +134,7 @@ def fetch_ahead(source: Source, order: Ordering, position: int) -> None:
             fetch_ahead(part, own, turn)
 
 
-def samples_by_source(source: Source, seed: int, samples: int) -> dict[str, int]:
+def samples_by_source(source: TrainingSource, seed: int, samples: int) -> dict[str, int]:
     """How many of the first `samples` positions each source of a mixture has, by `samples/NAME`."""
     if not isinstance(source, MixtureSource):
         return {}

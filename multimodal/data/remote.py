@@ -274,7 +274,7 @@ def _index_path(shard: Path) -> Path:
     return shard.with_name(shard.name + _INDEX)
 
 
-def _filesystem(url: str) -> tuple[Any, str]:
+def filesystem_of(url: str) -> tuple[Any, str]:
     """The file system of a URL and the path in it; found anew, since a child must not share it."""
     import fsspec
 
@@ -284,8 +284,12 @@ def _filesystem(url: str) -> tuple[Any, str]:
         raise ValueError(f"{url}: {error}") from error
 
 
-def _find(path: str) -> tuple[list[RemoteShard], int]:
-    """The shards that a URL or pattern stands for, and how many named ones are not there."""
+def find_urls(path: str) -> list[str]:
+    """The URLs of shards that a URL or pattern stands for, whether they are there or not.
+
+    Raises:
+        ValueError: when there is none, or what should list them cannot.
+    """
     if "::" in path:
         raise ValueError(f"{path!r}: chained addresses are not read; give a plain URL")
     scheme, _, rest = path.partition("://")
@@ -300,18 +304,30 @@ def _find(path: str) -> tuple[list[RemoteShard], int]:
             urls += _patiently(lambda pattern=pattern: _listed(pattern))
         except OSError as error:
             raise ValueError(f"{url}: cannot be listed: {error}") from error
+    if not urls:
+        raise _no_shard(path)
+    return urls
+
+
+def _no_shard(path: str) -> ValueError:
+    return ValueError(
+        f"{path!r} leads to no shard; give the URL of one .tar file, of a folder with .tar "
+        "files, or a pattern such as 's3://bucket/data/{00000..00099}.tar'"
+    )
+
+
+def _find(path: str) -> tuple[list[RemoteShard], int]:
+    """The shards that are there, and how many named ones are not."""
+    urls = find_urls(path)
     with ThreadPoolExecutor(_THREADS) as pool:
         found = [shard for shard in pool.map(_stored, urls) if shard is not None]
     if not found:
-        raise ValueError(
-            f"{path!r} leads to no shard; give the URL of one .tar file, of a folder with .tar "
-            "files, or a pattern such as 's3://bucket/data/{00000..00099}.tar'"
-        )
+        raise _no_shard(path)
     return found, len(urls) - len(found)
 
 
 def _listed(pattern: str) -> list[str]:
-    filesystem, place = _filesystem(pattern)
+    filesystem, place = filesystem_of(pattern)
     return [filesystem.unstrip_protocol(path) for path in sorted(filesystem.glob(place))]
 
 
@@ -341,7 +357,7 @@ def _described(url: str, *, hidden_is_absent: bool = False) -> dict[str, Any] | 
     """
 
     def ask() -> dict[str, Any] | None:
-        filesystem, path = _filesystem(url)
+        filesystem, path = filesystem_of(url)
         try:
             return filesystem.info(path)
         except PermissionError:
@@ -383,7 +399,7 @@ def _download(shard: RemoteShard, target: Path) -> None:
 
 
 def _get(url: str, target: Path) -> None:
-    filesystem, path = _filesystem(url)
+    filesystem, path = filesystem_of(url)
     filesystem.get_file(path, str(target))
 
 

@@ -14,10 +14,10 @@ from accelerate import Accelerator
 
 from multimodal.config import Config
 from multimodal.data.batch import Batch
-from multimodal.data.build import open_source
+from multimodal.data.build import open_training
 from multimodal.data.check import DataReport
 from multimodal.data.loader import step_positions
-from multimodal.data.source import Source
+from multimodal.data.stream import TrainingSource
 from multimodal.distributed import world_size
 from multimodal.losses.build import build_loss
 from multimodal.train.checkpoint import Checkpoints
@@ -56,7 +56,7 @@ class RunReport:
     """`steps`, `epochs`, `parameters`, `checkpoint_bytes`; of this process, `data_per_second` and
     `compute_per_second` in samples, which of them is the `limit`, and the `hours` that follow for
     all processes. What a problem has kept from being found is missing."""
-    source: Source | None
+    source: TrainingSource | None
     pretrained: Pretrained | None
 
 
@@ -84,10 +84,10 @@ def check_run(config: Config) -> RunReport:
     attempt(lambda: step_positions(0, batch_size=train.batch_size, rank=0, world_size=world_size()))
     attempt(lambda: _check_folder(config))
     attempt(lambda: check_evaluations(config))
-    source = attempt(lambda: open_source(config.data.train))
+    source = attempt(lambda: open_training(config.data.train))
     if source is None:
         return RunReport(problems, facts, None, None)
-    attempt(lambda: check_shards(source, config.data.max_skipped))
+    attempt(lambda: check_shards(source, config.data))
     schedule = attempt(lambda: plan(train, config.optim, data_size=len(source)))
     pretrained = attempt(lambda: starting_model(config, source, None, accelerator.device))
     if pretrained is not None and schedule is not None:
@@ -167,7 +167,7 @@ def _check_space(config: Config, checkpoint_bytes: int) -> None:
 def _rates(
     config: Config,
     accelerator: Accelerator,
-    source: Source,
+    source: TrainingSource,
     pretrained: Pretrained,
     schedule: Schedule,
 ) -> dict[str, Any]:

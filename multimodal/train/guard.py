@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from multimodal.config import Config
-from multimodal.data.batch import Batch
+from multimodal.data.batch import WHOLE_SHARD, Batch
 from multimodal.distributed import gather_objects
 from multimodal.errors import RunStopped
 from multimodal.train.checkpoint import Checkpoint
@@ -27,14 +27,23 @@ class Guard:
 
     Args:
         found: the checkpoint that the run resumes from; its counts go on.
+        shards: shards, or other groups, of the training data.
     """
 
     def __init__(
-        self, config: Config, schedule: Schedule, report: Report, found: Checkpoint | None
+        self,
+        config: Config,
+        schedule: Schedule,
+        report: Report,
+        found: Checkpoint | None,
+        *,
+        shards: int,
     ):
         self._config = config
         self._schedule = schedule
         self._report = report
+        self._shards = shards
+        self._lost: set[str] = set()
         state = found.state if found else {}
         self._skipped: int = state.get("skipped", 0)
         nonfinite = state.get("nonfinite", {})
@@ -66,7 +75,9 @@ class Guard:
         """
         if result.skipped:
             self._skipped += result.skipped
-            self._report.skips(step, [s for own in gather_objects(batch.skipped) for s in own])
+            skips = [skip for own in gather_objects(batch.skipped) for skip in own]
+            self._report.skips(step, skips)
+            self._lost |= {skip.place for skip in skips if skip.index == WHOLE_SHARD}
             self._check_budget(step)
         if result.finite:
             self._in_a_row = 0
@@ -86,6 +97,13 @@ class Guard:
                 f"step {step}: {self._skipped} samples were unreadable, more than data.max_skipped="
                 f"{allowed} of {seen}; see {Path(self._config.run) / 'skipped.jsonl'}, repair the "
                 "data or raise data.max_skipped, then run the same command again"
+            )
+        if len(self._lost) > allowed * self._shards:
+            raise RunStopped(
+                f"step {step}: {len(self._lost)} of {self._shards} shards are missing, cut or "
+                f"damaged, more than data.max_skipped={allowed} allows: "
+                f"{', '.join(sorted(self._lost)[:8])}; repair them, name only the others in "
+                "data.train.path, or raise data.max_skipped"
             )
 
     def _why_stopped(self, step: int, result: StepResult, last: Checkpoint | None) -> str:

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from multimodal.config import Config
 from multimodal.data.loader import step_positions
 from multimodal.data.mixture import samples_by_source
-from multimodal.data.source import Source
+from multimodal.data.stream import TrainingSource
 from multimodal.distributed import is_main, on_main, rank, shutdown, world_size
 from multimodal.evaluate.report import print_results
 from multimodal.losses.build import build_loss
@@ -94,7 +94,7 @@ def _is_finished(config: Config, schedule: Schedule, found: Checkpoint) -> bool:
 def _run(
     config: Config,
     accelerator: Accelerator,
-    source: Source,
+    source: TrainingSource,
     schedule: Schedule,
     checkpoints: Checkpoints,
     found: Checkpoint | None,
@@ -121,7 +121,7 @@ def _run(
     meter, clock, due = Meter(), Clock(config), False
 
     with Report(config, accelerator, start_step=start, total_steps=schedule.total_steps) as report:
-        guard = Guard(config, schedule, report, found)
+        guard = Guard(config, schedule, report, found, shards=len(source.groups()))
         if found is not None:
             evaluate_due(config, schedule, pretrained, report, start)
         for step in range(start + 1, schedule.total_steps + 1):
@@ -173,7 +173,7 @@ def _run(
 
 def _announce(
     accelerator: Accelerator,
-    source: Source,
+    source: TrainingSource,
     schedule: Schedule,
     pretrained: Pretrained,
     found: Checkpoint | None,
@@ -218,7 +218,7 @@ def _row(schedule: Schedule, step: int, result: StepResult, hashed: str) -> Row:
 
 
 def _state(
-    config: Config, source: Source, schedule: Schedule, step: int, fingerprint: str
+    config: Config, source: TrainingSource, schedule: Schedule, step: int, fingerprint: str
 ) -> dict[str, Any]:
     """What a checkpoint says about itself and the run."""
     return {

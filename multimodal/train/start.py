@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import tempfile
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -14,12 +15,13 @@ from torch.utils.data import DataLoader
 from multimodal import config
 from multimodal.config import Config
 from multimodal.data.batch import Batch
-from multimodal.data.build import open_source
+from multimodal.data.build import open_source, open_training
 from multimodal.data.first_look import sources_in
 from multimodal.data.loader import train_loader
 from multimodal.data.mixture import MixtureSource
 from multimodal.data.shared_index import index_together
-from multimodal.data.source import BadSample, Source
+from multimodal.data.source import BadSample
+from multimodal.data.stream import Streamed, StreamSource, TrainingSource
 from multimodal.data.tar_index import LOST
 from multimodal.data.text import Tokenizer, build_tokenizer
 from multimodal.data.transforms import ImageTransform
@@ -35,10 +37,10 @@ from multimodal.weights.pretrained import Pretrained
 log = logging.getLogger(__name__)
 
 _TOKENIZER_SAMPLES = 200_000
-"""Samples whose captions train a tokenizer, spread evenly over the data."""
+"""Samples whose captions train a tokenizer, spread evenly over the data; of a stream, the first."""
 
 
-def open_data(whole: Config) -> Source:
+def open_data(whole: Config) -> TrainingSource:
     """Open the training data, and see that the evaluations' data is there before hours are spent.
 
     Shards that have no index yet are scanned by all ranks together, each a part of them.
@@ -49,25 +51,28 @@ def open_data(whole: Config) -> Source:
     parts = sources_in([whole.data.train, whole.evaluate])
     for path in dict.fromkeys(p.path for p in parts if isinstance(p, config.ShardsSource)):
         index_together(path)
-    source = main_first(lambda: open_source(whole.data.train))
-    check_shards(source, whole.data.max_skipped)
+    source = main_first(lambda: open_training(whole.data.train))
+    check_shards(source, whole.data)
     on_main(lambda: check_evaluations(whole))
     return source
 
 
-def check_shards(source: Source, max_skipped: float) -> None:
+def check_shards(source: TrainingSource, data: config.Data) -> None:
     """Samples of lost shards are as lost as unreadable ones, though nobody knows their number.
 
     Raises:
-        ValueError: when a larger share of the shards is lost than of samples may be.
+        ValueError: when a larger share of the shards is lost than of samples may be, or a stream
+            has fewer shards than there are processes.
     """
+    if isinstance(source, StreamSource):
+        source.workers(data.workers, world_size())
     for part in source.sources if isinstance(source, MixtureSource) else [source]:
         lost = sum(part.problems.get(reason, 0) for reason in LOST)
-        if lost > max_skipped * len(part.groups()):
+        if lost > data.max_skipped * len(part.groups()):
             raise ValueError(
                 f"{part.description}: {lost} of {len(part.groups())} shards are missing, cut or "
-                f"damaged, more than data.max_skipped={max_skipped} allows; repair them, name only "
-                "the others in data.train.path, or raise data.max_skipped"
+                f"damaged, more than data.max_skipped={data.max_skipped} allows; repair them, "
+                "name only the others in data.train.path, or raise data.max_skipped"
             )
 
 
@@ -87,7 +92,7 @@ def check_evaluations(whole: Config) -> None:
                 raise ValueError(f"evaluate.{name}: {error}") from error
 
 
-def check_fingerprint(source: Source, found: Checkpoint | None) -> str:
+def check_fingerprint(source: TrainingSource, found: Checkpoint | None) -> str:
     """The fingerprint of the training data, once all ranks and the checkpoint agree on it.
 
     Raises:
@@ -110,7 +115,7 @@ def check_fingerprint(source: Source, found: Checkpoint | None) -> str:
 
 
 def starting_model(
-    config: Config, source: Source, found: Checkpoint | None, device: torch.device
+    config: Config, source: TrainingSource, found: Checkpoint | None, device: torch.device
 ) -> Pretrained:
     """The model on its device with its tokenizer: the checkpoint's, or new and seeded."""
     if found is not None:
@@ -143,7 +148,7 @@ def prepare(model: TwoTower, train: config.Train) -> None:
 
 
 def training_batches(
-    config: Config, source: Source, pretrained: Pretrained, *, start: int, end: int
+    config: Config, source: TrainingSource, pretrained: Pretrained, *, start: int, end: int
 ) -> DataLoader[Batch]:
     """Loader of this rank's batches of the steps in [start, end)."""
     model = config.model
@@ -192,7 +197,7 @@ def _has_checkpoints(run: str) -> bool:
     return any(Path(run, "checkpoints").glob("step-*"))
 
 
-def _new_tokenizer(config: Config, source: Source) -> Tokenizer:
+def _new_tokenizer(config: Config, source: TrainingSource) -> Tokenizer:
     """Built on rank 0; the others read what it saved."""
     with tempfile.TemporaryDirectory() as folder:
 
@@ -220,13 +225,21 @@ def _build_tokenizer(whole: Config, captions: Iterable[str]) -> Tokenizer:
     )
 
 
-def _training_texts(source: Source, templates: list[str]) -> Iterator[str]:
+def _training_texts(source: TrainingSource, templates: list[str]) -> Iterator[str]:
     """Captions in their templates, of an even sample of the data."""
+    for index, captions in _some_captions(source):
+        for number, caption in enumerate(captions):
+            yield templates[(index + number) % len(templates)].replace("{}", caption)
+
+
+def _some_captions(source: TrainingSource) -> Iterator[tuple[int, tuple[str, ...]]]:
+    if isinstance(source, StreamSource):
+        for index, item in enumerate(islice(source.examples(), _TOKENIZER_SAMPLES)):
+            yield index, item.sample.captions if isinstance(item, Streamed) else ()
+        return
     stride = max(1, len(source) // _TOKENIZER_SAMPLES)
     for index in range(0, len(source), stride):
         try:
-            captions = source.read(index).captions
+            yield index, source.read(index).captions
         except BadSample:
             continue
-        for number, caption in enumerate(captions):
-            yield templates[(index + number) % len(templates)].replace("{}", caption)

@@ -121,7 +121,7 @@ def test_an_index_of_another_shard_of_the_same_size_pairs_nothing_wrongly(store,
 
 
 def test_a_store_whose_errors_are_no_os_errors_is_asked_again(store, local, tmp_path, monkeypatch):
-    real, failures = remote._filesystem, [RuntimeError("503"), RuntimeError("cut")]
+    real, failures = remote.filesystem_of, [RuntimeError("503"), RuntimeError("cut")]
     source = opened(tmp_path / "cache")
     monkeypatch.setattr(remote.time, "sleep", lambda seconds: None)
 
@@ -130,7 +130,7 @@ def test_a_store_whose_errors_are_no_os_errors_is_asked_again(store, local, tmp_
             raise failures.pop()
         return real(url)
 
-    monkeypatch.setattr(remote, "_filesystem", filesystem)
+    monkeypatch.setattr(remote, "filesystem_of", filesystem)
     shutil.rmtree(tmp_path / "cache")
     assert source.read(0).key and not failures
 
