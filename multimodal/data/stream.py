@@ -214,6 +214,8 @@ class StreamSource:
             )
 
     def _probe(self, path: str) -> None:
+        if not self._shards:
+            raise ValueError(f"{path!r}: none of the {self._missing} shards is there")
         order = permutation(len(self._shards), "look")[:_PROBED].tolist()
         reasons: Counter[str] = Counter()
         for item in islice(self._pipeline(order, 0, None), _FIRST):
@@ -223,7 +225,7 @@ class StreamSource:
         found = ", ".join(f"{n} x {reason}" for reason, n in reasons.most_common(_PROBED))
         raise ValueError(
             f"{path!r} has no usable sample in {', '.join(self.names[i] for i in order)}, which "
-            f"were tried: {found or 'no shard is there'}; a sample is a picture KEY.jpg (or png, "
+            f"were tried: {found}; a sample is a picture KEY.jpg (or png, "
             "...) with KEY.txt, KEY.json or KEY.cls"
         )
 
