@@ -6,7 +6,7 @@ import threading
 from collections import Counter
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +114,19 @@ def test_readers_share_an_epoch_without_overlap(folder, ranks, workers):
         for r in range(ranks)
     ]
     assert sum(map(len, of_rank)) == len(set().union(*of_rank)) == SAMPLES
+
+
+def test_readers_have_equally_many_shards_when_an_epoch_cannot_be_dealt_evenly(tmp_path):
+    for shard in range(5):
+        write_tar(tmp_path / f"{shard}.tar", pairs(names(shard)))
+    source = StreamSource(str(tmp_path), 35, 5)
+    dealt: Counter[tuple[int, int]] = Counter()
+    for reader in range(4):
+        items = source.endless(seed=0, position=0, reader=reader, readers=4)
+        own = {(i.epoch, i.shard) for i in takewhile(lambda i: i.epoch < 4, items)}
+        assert len(own) == 5
+        dealt.update(own)
+    assert dealt == Counter((epoch, shard) for epoch in range(4) for shard in range(5))
 
 
 def test_the_buffer_mixes_shards(folder):
