@@ -30,6 +30,7 @@ from multimodal.config_io import (
     read_yaml,
 )
 from multimodal.errors import RunStopped
+from multimodal.launcher import launcher
 
 _OF_USERS = (
     *(FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError),
@@ -84,7 +85,12 @@ def train(
         bool, typer.Option("--print", help="Show the resolved config and stop.")
     ] = False,
 ) -> None:
-    """Train, evaluate on the way, checkpoint. The same command again resumes."""
+    """Train, evaluate on the way, checkpoint. The same command again resumes.
+
+    Exit code: 0 finished; 75 stopped by a signal, with a checkpoint saved; 2 a mistake in settings
+    or data; 1 any other error.
+    """
+    launcher()  # asked at once, since imports take seconds
     with _told_once_a_machine():
         resolved = load_config(config, Config)
         if show:
@@ -487,7 +493,7 @@ def main() -> None:
     except (RunStopped, OSError) as error:
         _fail(error, code=1)
     except RuntimeError as error:
-        if not hasattr(error, "told_by_main"):
+        if not hasattr(error, "told_elsewhere"):
             raise
         _fail(error, code=1)
 
@@ -495,7 +501,7 @@ def main() -> None:
 def _fail(error: Exception, *, code: int) -> NoReturn:
     if os.environ.get("MULTIMODAL_TRACEBACK"):
         raise error
-    if hasattr(error, "told_by_main"):
+    if hasattr(error, "told_elsewhere"):
         _leave_quietly(code)
     typer.echo(f"error: {error}", err=True)
     sys.exit(code)

@@ -6,9 +6,13 @@ processes (Accelerate, torchrun) also makes the group; `shutdown` ends it.
 
 from __future__ import annotations
 
+import itertools
+import json
+import os
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, TypeVar, cast
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -17,7 +21,26 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from multimodal.errors import StopRequested
+
 T = TypeVar("T")
+_PARENT = os.getppid()
+_calls = itertools.count()
+_LEFT = "multimodal/left"
+_LONGEST_PAUSE = 0.5
+"""Seconds between two looks at what others have posted."""
+
+
+class Left(NamedTuple):
+    """Why a process has left the others, as it has posted."""
+
+    reason: str
+    stopped: bool
+    """By request, rather than by a failure."""
+
+
+class LostProcess(RuntimeError):
+    """Another process has left, so that this one cannot go on."""
 
 
 def rank() -> int:
@@ -107,12 +130,15 @@ def broadcast_object(value: T) -> T:
 def on_main(function: Callable[[], T]) -> T:
     """Call `function` on rank 0 only and return its value on every rank.
 
+    The others wait as long as it takes; the time limit of collectives does not count here.
+
     Raises:
         Exception: what `function` raised, on all ranks (as ValueError or RuntimeError on the
-            others, with the attribute `told_by_main`), so that none waits for a rank that has left.
+            others, with the attribute `told_elsewhere`), so that none waits for a rank that has left.
     """
     if world_size() == 1:
         return function()
+    done = f"multimodal/on_main/{next(_calls)}"
     value: T | None = None
     error: Exception | None = None
     if is_main():
@@ -120,15 +146,56 @@ def on_main(function: Callable[[], T]) -> T:
             value = function()
         except Exception as caught:
             error = caught
-    of_user = isinstance(error, ValueError | FileNotFoundError)
-    value, told, of_user = broadcast_object((value, None if error is None else str(error), of_user))
+        _post(done)
+    else:
+        _wait_for(done)
+    value, told = broadcast_object((value, _Told.of(error)))
     if error is not None:
         raise error
     if told is not None:
-        repeated = (ValueError if of_user else RuntimeError)(told)
-        repeated.told_by_main = True  # pyright: ignore[reportAttributeAccessIssue]
-        raise repeated
+        raise told.error()
     return cast(T, value)
+
+
+@contextmanager
+def failing_together() -> Iterator[None]:
+    """Raise on all ranks what is raised in the block on one, so that none waits for the others.
+
+    Raises:
+        Exception: a rank's own, or as ValueError, RuntimeError or StopRequested that of the first
+            rank that had one.
+    """
+    error: Exception | StopRequested | None = None
+    try:
+        yield
+    except (Exception, StopRequested) as caught:
+        error = caught
+    told = [one for one in gather_objects(_Told.of(error)) if one is not None]
+    if error is not None:
+        raise error
+    if told:
+        raise told[0].error()
+
+
+class _Told(NamedTuple):
+    """An error as other ranks learn of it."""
+
+    kind: type[BaseException]
+    text: str
+
+    @staticmethod
+    def of(error: BaseException | None) -> _Told | None:
+        if error is None:
+            return None
+        if isinstance(error, ValueError | FileNotFoundError):
+            return _Told(ValueError, str(error))
+        kind = StopRequested if isinstance(error, StopRequested) else RuntimeError
+        return _Told(kind, str(error))
+
+    def error(self) -> BaseException:
+        repeated = self.kind(self.text)
+        repeated.told_elsewhere = True  # pyright: ignore[reportAttributeAccessIssue]
+        return repeated
 
 
 def main_first(function: Callable[[], T]) -> T:
@@ -189,9 +256,40 @@ def gradient_norm(model: nn.Module) -> Tensor:
 
 
 def barrier() -> None:
-    """Wait until every rank is here."""
-    if world_size() > 1:
-        dist.barrier()
+    """Wait until every rank is here, however long that takes."""
+    if world_size() == 1:
+        return
+    number = next(_calls)
+    store = _store()
+    if store is not None:
+        if store.add(f"multimodal/here/{number}", 1) == world_size():
+            _post(f"multimodal/all/{number}")
+        _wait_for(f"multimodal/all/{number}")
+    dist.barrier()
+
+
+def post_left(left: Left) -> None:
+    """Let the other ranks know why this one leaves; the first one's reason stands."""
+    store = _store()
+    with suppress(dist.DistError):
+        if store is not None:
+            store.compare_set(_LEFT, "", json.dumps(left))
+
+
+def who_left() -> Left | None:
+    """Why a rank has left, if one has and could say so."""
+    store = _store()
+    with suppress(dist.DistError):
+        if store is not None and store.check([_LEFT]):
+            return Left(*json.loads(store.get(_LEFT)))
+    return None
+
+
+def is_of_collectives(error: BaseException) -> bool:
+    """Whether an error says no more than that the other ranks cannot be reached."""
+    if isinstance(error, dist.DistError | LostProcess):
+        return True
+    return isinstance(error, RuntimeError) and "gloo" in str(error)
 
 
 def shutdown() -> None:
@@ -202,6 +300,46 @@ def shutdown() -> None:
 
 def _has_group() -> bool:
     return dist.is_available() and dist.is_initialized()
+
+
+def _store() -> Any:
+    """What ranks post notes on beside their collectives, or None if there is none any more.
+
+    torchrun's own process holds it, and every look at it after that has gone fills the log.
+    """
+    orphaned = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") and os.getppid() != _PARENT
+    if not _has_group() or orphaned:
+        return None
+    return dist.distributed_c10d._get_default_store()
+
+
+def _post(key: str) -> None:
+    store = _store()
+    if store is not None:
+        store.set(key, "")
+
+
+def _wait_for(key: str) -> None:
+    """Look for what another rank posts until it is there, or there is nowhere to look.
+
+    Between looks, handlers of signals can run, which they cannot during a collective.
+
+    Raises:
+        LostProcess: when a rank has left.
+        StopRequested: when one has left by request.
+    """
+    started = time.monotonic()
+    while (store := _store()) is not None:
+        try:
+            if store.check([key]):
+                return
+            left = who_left()
+        except dist.DistNetworkError:  # then the next collective tells
+            return
+        if left is not None:
+            raise StopRequested(left.reason) if left.stopped else LostProcess(left.reason)
+        waited = time.monotonic() - started
+        time.sleep(min(_LONGEST_PAUSE, 0.001 + waited / 10))
 
 
 def _for_backend(x: Tensor) -> Tensor:

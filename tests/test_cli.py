@@ -177,7 +177,7 @@ def test_what_rank_0_has_told_is_not_told_again(monkeypatch, capsys, kind, code)
 
     def fail(arguments):
         error = kind("told")
-        error.told_by_main = True
+        error.told_elsewhere = True
         raise error
 
     monkeypatch.setattr(cli.time, "sleep", waits.append)

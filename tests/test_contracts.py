@@ -14,16 +14,17 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "multimodal"
 
 CONFIG = {"config", "config_io"}
-LOW = {"distributed", "errors", "files"} | CONFIG
+LOW = {"distributed", "errors", "files", "launcher"} | CONFIG
 MODELS = {"models", "layers"} | LOW
 DATA = {"data"} | LOW
 WEIGHTS = {"weights"} | MODELS | DATA
 ALLOWED = {
     "config": {"config"},
     "config_io": CONFIG,
-    "distributed": set(),
+    "distributed": {"errors"},
     "errors": set(),
     "files": set(),
+    "launcher": set(),
     "layers": {"layers"},
     "models": MODELS,
     "losses": {"losses"} | LOW,

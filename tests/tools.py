@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import tarfile
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -224,6 +225,27 @@ def finish(process: subprocess.Popen, code: int = 0) -> str:
         raise AssertionError(f"no end after 240 s:\n{process.communicate()[0]}") from None
     assert process.returncode == code, output
     return output
+
+
+def wait_for_step(process: subprocess.Popen, run: Path, step: int) -> None:
+    """Wait until a started run has logged a step."""
+    path = run / "metrics.jsonl"
+    while not path.exists() or path.read_text().count("\n") < step:
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.02)
+
+
+def processes_with(text: str) -> dict[int, str]:
+    """Command lines of the running processes that name `text`, by process number."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            line = (folder / "cmdline").read_bytes().decode(errors="replace").replace("\0", " ")
+        except OSError:
+            continue
+        if text in line and int(folder.name) != os.getpid():
+            found[int(folder.name)] = line
+    return found
 
 
 def rows(run: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:

@@ -66,10 +66,18 @@ def _check_every(text: str) -> str:
     return text
 
 
+def _check_minutes(text: str) -> str:
+    if parse_duration(text).unit != "minutes" or parse_duration(text).value <= 0:
+        raise ValueError(f'{text!r} is not a time; write minutes above 0, such as "10 min"')
+    return text
+
+
 DurationText = Annotated[str, AfterValidator(_check_duration)]
 """`"1000 steps"`, `"3 epochs"`, `"2e6 samples"` or `"5%"` (of the run)."""
 EveryText = Annotated[str, AfterValidator(_check_every)]
 """As a duration, and also `"10 min"`."""
+MinutesText = Annotated[str, AfterValidator(_check_minutes)]
+"""`"10 min"`."""
 
 
 class Section(BaseModel):

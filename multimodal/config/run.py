@@ -6,7 +6,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
-from multimodal.config.base import DurationText, EveryText, Fraction, Probability, Section
+from multimodal.config.base import (
+    DurationText,
+    EveryText,
+    Fraction,
+    MinutesText,
+    Probability,
+    Section,
+)
 from multimodal.config.data import Data
 from multimodal.config.evaluation import Evaluation
 from multimodal.config.model import Model
@@ -73,6 +80,8 @@ class Train(Section):
     """Length of the run: `32 epochs`, `1000 steps` or `2e6 samples`."""
     max_nonfinite: PositiveInt = 10
     """Steps in a row, left out since loss or gradient was not finite, that stop the run."""
+    timeout: MinutesText | None = "10 min"
+    """Time without a sign of life after which a run counts as hung and ends; null waits forever."""
 
     @model_validator(mode="after")
     def _something_learns(self):

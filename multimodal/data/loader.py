@@ -10,8 +10,13 @@ A stream cannot be read by number: its workers make every n-th step each, of sha
 
 from __future__ import annotations
 
+import ctypes
+import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -29,8 +34,12 @@ from multimodal.data.transforms import ImageTransform
 
 _BAD_IN_A_ROW = 100
 """Candidates for one place in a batch, after which the data count as unusable."""
-_STALLED_SECONDS = 600
+_STALLED_SECONDS = 480
 """A worker that gives no batch for so long counts as stuck."""
+_TO_THE_RUN = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP}
+"""Signals that terminals and launchers send to workers too, though they are for the run."""
+_DEATH_SIGNAL = 1
+"""PR_SET_PDEATHSIG of prctl(2): the signal that a process gets when its parent dies."""
 
 
 def step_positions(step: int, *, batch_size: int, rank: int, world_size: int) -> range:
@@ -80,6 +89,7 @@ def train_loader(
     rank: int,
     world_size: int,
     seed: int,
+    stalled: float | None = None,
 ) -> DataLoader[Batch]:
     """Loader of this rank's `Batch` for each step in [start_step, end_step), in order.
 
@@ -89,6 +99,7 @@ def train_loader(
 
     Args:
         batch_size: Pairs in a step over all ranks.
+        stalled: Seconds after which a worker that gives no batch counts as stuck; 0 is never.
 
     Raises:
         ValueError: when the ranks cannot share the batch equally, or a stream's shards at all.
@@ -100,10 +111,11 @@ def train_loader(
     if isinstance(source, StreamSource):
         workers = source.workers(data.workers, world_size)
         stream = _StreamSteps(source, rows, items, share, workers, seed)
-        return in_workers(stream, stream, None, workers)
+        return in_workers(stream, stream, None, workers, stalled)
     reading = Reading(source, data.workers)
     order = training_order(source, seed=seed, window=data.shuffle_window)
-    return in_workers(_TrainSteps(reading, rows, order, share), reading, items, data.workers)
+    steps = _TrainSteps(reading, rows, order, share)
+    return in_workers(steps, reading, items, data.workers, stalled)
 
 
 def eval_loader(
@@ -156,7 +168,9 @@ class _Loader(DataLoader):
     reading: Reading | _StreamSteps
 
     def __iter__(self):
-        return self._named(super().__iter__())
+        with _held_back(_TO_THE_RUN):  # workers begin with what is held back here
+            batches = super().__iter__()
+        return self._named(batches)
 
     def _named(self, batches):
         try:
@@ -166,25 +180,40 @@ class _Loader(DataLoader):
             raise
 
 
+@contextmanager
+def _held_back(signals: set[signal.Signals]) -> Iterator[None]:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def in_workers(
-    dataset: Dataset, reading: Reading | _StreamSteps, items: range | None, workers: int
+    dataset: Dataset,
+    reading: Reading | _StreamSteps,
+    items: range | None,
+    workers: int,
+    stalled: float | None = None,
 ) -> DataLoader:
     """The dataset's items in order, made by worker processes, or in this process if there are none.
 
     Args:
         reading: The source as the dataset reads it.
         items: What the dataset is asked for; None where it gives its items by itself.
+        stalled: As for `train_loader`.
     """
+    stalled = _STALLED_SECONDS if stalled is None else stalled
     loader = _Loader(
         dataset,
         batch_size=None,
         sampler=items,
         num_workers=workers,
         pin_memory=torch.cuda.is_available(),
-        timeout=_STALLED_SECONDS if workers else 0,
+        timeout=stalled if workers else 0,
         worker_init_fn=_start_worker,
-        # Fork starts at once and shares the source. It is safe here: workers run one thread, and
-        # neither touch CUDA nor take part in collectives.
+        # Fork starts at once and shares the source. It is safe here: workers neither touch CUDA nor
+        # take part in collectives.
         multiprocessing_context="fork" if workers and sys.platform == "linux" else None,
         # Its own generator, else the loader would draw its (unused) seed from the global state.
         generator=torch.Generator(),
@@ -194,7 +223,22 @@ def in_workers(
 
 
 def _start_worker(worker: int) -> None:
+    """Leave signals to the run, but for the SIGTERM with which it ends its workers itself."""
     torch.set_num_threads(1)
+    if sys.platform != "linux":
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    else:
+        ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)
+        threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+
+
+def _end_with_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        received = signal.sigwaitinfo(_TO_THE_RUN)
+        if received.si_signo == signal.SIGTERM and received.si_pid == parent:
+            break
+    os._exit(0)
 
 
 class _TrainSteps(Dataset):

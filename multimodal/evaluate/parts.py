@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from multimodal.distributed import gather_objects, gather_rows, rank, world_size
+from multimodal.distributed import (
+    failing_together,
+    gather_objects,
+    gather_rows,
+    rank,
+    world_size,
+)
 from multimodal.weights.pretrained import Pretrained
 
 T = TypeVar("T")
+Progress = Callable[[int], None]
+"""Told how many pictures or texts are done since it was last told; what it raises ends the work."""
+_TEXTS = 16_384
+"""Embedded between two words of progress."""
 
 
 def own_part(n: int) -> range:
@@ -30,21 +39,13 @@ def gather_features(own: Iterable[Tensor], width: int) -> Tensor:
     return gather_rows(torch.cat([torch.empty(0, width), *own]))
 
 
-def encode_texts(pretrained: Pretrained, texts: list[str]) -> Tensor:
+def encode_texts(pretrained: Pretrained, texts: list[str], progress: Progress) -> Tensor:
     """Embed texts that all ranks have, each rank a part: float32 [N, D] on the CPU."""
     part = own_part(len(texts))
-    own = pretrained.encode_text(texts[part.start : part.stop])
-    return gather_features([own], pretrained.model.embed_dim)
-
-
-@contextmanager
-def failing_together() -> Iterator[None]:
-    """Raise a ValueError on all ranks when one rank has it, so that none waits for the others."""
-    mistake = None
-    try:
-        yield
-    except ValueError as error:
-        mistake = str(error)
-    mistakes = [text for text in gather_objects(mistake) if text is not None]
-    if mistakes:
-        raise ValueError(mistakes[0])
+    own = []
+    with failing_together():
+        for start in range(part.start, part.stop, _TEXTS):
+            chunk = texts[start : min(start + _TEXTS, part.stop)]
+            own.append(pretrained.encode_text(chunk))
+            progress(len(chunk))
+    return gather_features(own, pretrained.model.embed_dim)

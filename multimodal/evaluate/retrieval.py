@@ -16,11 +16,11 @@ from torch import Tensor
 from multimodal import config
 from multimodal.data.build import open_source
 from multimodal.data.source import BadSample, Source
-from multimodal.distributed import gather_rows
+from multimodal.distributed import failing_together, gather_rows
 from multimodal.evaluate.metrics import Ranks, rank_candidates, recall_at, recall_chance
 from multimodal.evaluate.parts import (
+    Progress,
     encode_texts,
-    failing_together,
     gather_features,
     gather_list,
     own_part,
@@ -39,7 +39,12 @@ class _Pictures(NamedTuple):
 
 
 def evaluate_retrieval(
-    pretrained: Pretrained, section: config.Retrieval, *, batch_size: int, workers: int
+    pretrained: Pretrained,
+    section: config.Retrieval,
+    *,
+    batch_size: int,
+    workers: int,
+    progress: Progress,
 ) -> dict[str, float | int | None]:
     """Recall in both directions, the same on every rank.
 
@@ -51,12 +56,15 @@ def evaluate_retrieval(
     Raises:
         ValueError: when no sample has both a readable picture and a caption.
     """
-    pictures = _encode_pictures(pretrained, open_source(section.data), batch_size, workers)
+    source = open_source(section.data)
+    pictures = _encode_pictures(pretrained, source, batch_size, workers, progress)
     own_texts = [text for captions in pictures.captions for text in captions]
-    more_texts, unread = _captions([open_source(source) for source in section.more_captions])
+    more_texts, unread = _captions(
+        [open_source(source) for source in section.more_captions], progress
+    )
     texts = own_texts + more_texts
     ids = {text: i for i, text in enumerate(dict.fromkeys(texts))}
-    unique = encode_texts(pretrained, list(ids))
+    unique = encode_texts(pretrained, list(ids), progress)
     features = unique[[ids[text] for text in texts]]
     text_labels = [{ids[text]} for text in texts]
     image_labels = [{ids[text] for text in captions} for captions in pictures.captions]
@@ -74,7 +82,7 @@ def evaluate_retrieval(
 
 
 def _encode_pictures(
-    pretrained: Pretrained, source: Source, batch_size: int, workers: int
+    pretrained: Pretrained, source: Source, batch_size: int, workers: int, progress: Progress
 ) -> _Pictures:
     features, captions, skipped = [], [], 0
     with failing_together():
@@ -85,6 +93,7 @@ def _encode_pictures(
             features.append(encoded[usable])
             captions += [batch.captions[i] for i in usable]
             skipped += len(batch.skipped) + len(batch.keys) - len(usable)
+            progress(len(batch.keys))
     captions = gather_list(captions)
     skipped = sum(gather_list([skipped])) + sum(source.problems.values())
     if not captions:
@@ -95,7 +104,7 @@ def _encode_pictures(
     return _Pictures(gather_features(features, pretrained.model.embed_dim), captions, skipped)
 
 
-def _captions(sources: Sequence[Source]) -> tuple[list[str], int]:
+def _captions(sources: Sequence[Source], progress: Progress) -> tuple[list[str], int]:
     """All captions of the sources, and how many samples could not be read."""
     texts, unread = [], 0
     with failing_together():
@@ -105,6 +114,7 @@ def _captions(sources: Sequence[Source]) -> tuple[list[str], int]:
                     texts += source.read(index).captions
                 except BadSample:
                     unread += 1
+                progress(1)
     return gather_list(texts), sum(gather_list([unread]))
 
 

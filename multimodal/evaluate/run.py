@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import assert_never
 
 from multimodal import config
+from multimodal.evaluate.parts import Progress
 from multimodal.evaluate.retrieval import evaluate_retrieval
 from multimodal.evaluate.zero_shot import evaluate_zero_shot
 from multimodal.weights.pretrained import Pretrained
@@ -14,7 +15,12 @@ Metrics = dict[str, float | int | None]
 
 
 def evaluate(
-    pretrained: Pretrained, section: config.Evaluation, *, batch_size: int = 64, workers: int = 0
+    pretrained: Pretrained,
+    section: config.Evaluation,
+    *,
+    batch_size: int = 64,
+    workers: int = 0,
+    progress: Progress = lambda count: None,
 ) -> Metrics:
     """Run one evaluation; call it on all ranks, and all get the same figures.
 
@@ -23,16 +29,19 @@ def evaluate(
         section: what to evaluate on.
         batch_size: pictures encoded at once by each rank.
         workers: loader processes of each rank.
+        progress: told now and then how many pictures or texts this rank has done; what it raises on
+            one rank ends the evaluation on all.
 
     Returns:
         Figures by name, as JSON values. One that does not exist, such as acc5 of 3 classes, is
         None.
     """
+    how = {"batch_size": batch_size, "workers": workers, "progress": progress}
     match section:
         case config.Retrieval():
-            return evaluate_retrieval(pretrained, section, batch_size=batch_size, workers=workers)
+            return evaluate_retrieval(pretrained, section, **how)
         case config.ZeroShot():
-            return evaluate_zero_shot(pretrained, section, batch_size=batch_size, workers=workers)
+            return evaluate_zero_shot(pretrained, section, **how)
         case _:
             assert_never(section)
 

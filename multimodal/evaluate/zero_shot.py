@@ -9,18 +9,19 @@ from torch import Tensor
 from multimodal import config
 from multimodal.data.build import open_source
 from multimodal.data.source import BadSample, Source
+from multimodal.distributed import failing_together
 from multimodal.evaluate.metrics import accuracy, class_ranks
-from multimodal.evaluate.parts import (
-    failing_together,
-    gather_features,
-    gather_list,
-    own_part,
-)
+from multimodal.evaluate.parts import Progress, gather_features, gather_list, own_part
 from multimodal.weights.pretrained import Pretrained, refuse_repeated
 
 
 def evaluate_zero_shot(
-    pretrained: Pretrained, section: config.ZeroShot, *, batch_size: int, workers: int
+    pretrained: Pretrained,
+    section: config.ZeroShot,
+    *,
+    batch_size: int,
+    workers: int,
+    progress: Progress,
 ) -> dict[str, float | int | None]:
     """Accuracy of the class names, the same on every rank.
 
@@ -48,6 +49,7 @@ def evaluate_zero_shot(
                 ranks += class_ranks(features @ classes.T, torch.tensor(own)).tolist()
             labels += own
             skipped += len(batch.skipped)
+            progress(len(batch.keys))
     labels = gather_list(labels)
     if not labels:
         raise ValueError(

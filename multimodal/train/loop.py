@@ -14,6 +14,7 @@ from multimodal.data.loader import step_positions
 from multimodal.data.mixture import samples_by_source
 from multimodal.data.stream import TrainingSource
 from multimodal.distributed import is_main, on_main, rank, shutdown, world_size
+from multimodal.errors import StopRequested
 from multimodal.evaluate.report import print_results
 from multimodal.losses.build import build_loss
 from multimodal.train.checkpoint import Checkpoint, Checkpoints
@@ -32,6 +33,7 @@ from multimodal.train.run_folder import (
     write_config,
 )
 from multimodal.train.schedule import Schedule, plan
+from multimodal.train.signals import Signals
 from multimodal.train.snapshot import load_optimizer, take_snapshot
 from multimodal.train.start import (
     check_fingerprint,
@@ -42,6 +44,7 @@ from multimodal.train.start import (
     training_batches,
 )
 from multimodal.train.step import StepResult, rehearse, train_step
+from multimodal.train.watchdog import Watchdog, timeout_seconds
 from multimodal.weights.pretrained import Pretrained
 
 log = logging.getLogger(__name__)
@@ -54,35 +57,48 @@ def train(config: Config) -> None:
         ValueError: before anything is written, when settings, data, machine and run folder do not
             fit together.
         RunStopped: when loss or gradient stay not finite for `train.max_nonfinite` steps, or more
-            samples are unreadable than `data.max_skipped` allows.
+            samples are unreadable than `data.max_skipped` allows, or another process has ended.
+        StopRequested: when a signal has asked for it, with a checkpoint of the last step.
     """
-    accelerator = make_accelerator(tracker=None if config.log.wandb.mode == "disabled" else "wandb")
+    limit = timeout_seconds(config.train.timeout)
+    tracker = None if config.log.wandb.mode == "disabled" else "wandb"
+    with Signals() as signals:
+        accelerator = make_accelerator(tracker=tracker, timeout=limit)
+        try:
+            with Watchdog(limit, signals) as watch:
+                _train(config, accelerator, watch)
+        except StopRequested as request:
+            log.warning("stopped by %s; the same command goes on from the last checkpoint", request)
+            raise
+        finally:
+            shutdown()
+
+
+def _train(config: Config, accelerator: Accelerator, watch: Watchdog) -> None:
+    """Open what the run needs, look at what it has left before, and go on from there."""
     if not is_main():
         logging.getLogger("multimodal").setLevel(logging.WARNING)
     run = Path(config.run)
-    try:
-        check_micro_batch_size(config.train, accelerator.device)
-        step_positions(0, batch_size=config.train.batch_size, rank=rank(), world_size=world_size())
-        source = open_data(config)
-        check_tokenizer(config)
-        schedule = plan(config.train, config.optim, data_size=len(source))
-        with locked(run) as lock:
-            changes = on_main(lambda: changed_settings(run, config))
-            checkpoints = Checkpoints(run, keep=config.checkpoint.keep)
-            found = on_main(checkpoints.find_resume)
-            fingerprint = check_fingerprint(source, found)
-            for change in changes:
-                log.info("changed since the run was started: %s", change)
-            if found is not None and on_main(lambda: _is_finished(config, schedule, found)):
-                log.info("finished: %s holds %d steps; nothing to do", run, found.step)
-                on_main(lambda: print_results(read_results(run)))
-                return
-            if lock is not None:
-                lock.sign()
-                checkpoints.remove_incomplete()
-            _run(config, accelerator, source, schedule, checkpoints, found, fingerprint)
-    finally:
-        shutdown()
+    check_micro_batch_size(config.train, accelerator.device)
+    step_positions(0, batch_size=config.train.batch_size, rank=rank(), world_size=world_size())
+    source = open_data(config)
+    check_tokenizer(config)
+    schedule = plan(config.train, config.optim, data_size=len(source))
+    with locked(run) as lock:
+        changes = on_main(lambda: changed_settings(run, config))
+        checkpoints = Checkpoints(run, keep=config.checkpoint.keep)
+        found = on_main(checkpoints.find_resume)
+        fingerprint = check_fingerprint(source, found)
+        for change in changes:
+            log.info("changed since the run was started: %s", change)
+        if found is not None and on_main(lambda: _is_finished(config, schedule, found)):
+            log.info("finished: %s holds %d steps; nothing to do", run, found.step)
+            on_main(lambda: print_results(read_results(run)))
+            return
+        if lock is not None:
+            lock.sign()
+            checkpoints.remove_incomplete()
+        _run(config, accelerator, source, schedule, checkpoints, found, fingerprint, watch)
 
 
 def _is_finished(config: Config, schedule: Schedule, found: Checkpoint) -> bool:
@@ -99,6 +115,7 @@ def _run(
     checkpoints: Checkpoints,
     found: Checkpoint | None,
     fingerprint: str,
+    watch: Watchdog,
 ) -> None:
     """From the checkpoint, or from fresh weights, to the end."""
     start = found.step if found else 0
@@ -122,12 +139,32 @@ def _run(
 
     with Report(config, accelerator, start_step=start, total_steps=schedule.total_steps) as report:
         guard = Guard(config, schedule, report, found, shards=len(source.groups()))
-        if found is not None:
-            evaluate_due(config, schedule, pretrained, report, start)
+
+        def save(step: int) -> Checkpoint:
+            watch.at("save", step)
+            report.flush()
+            state = _state(config, source, schedule, step, fingerprint)
+            state |= guard.state() | {"micro_batch_size": micro_batch_size}
+            snapshot = take_snapshot(state, pretrained, optimizer)
+            saved = on_main(partial(checkpoints.save, snapshot))
+            log.info("step %d  saved %s", step, saved.path)
+            return saved
+
+        def evaluated(step: int, minutes: tuple[float, float] = (0.0, 0.0)) -> bool:
+            watch.at("evaluate", step)
+            return evaluate_due(
+                config, schedule, pretrained, report, step, minutes, progress=watch.progress
+            )
+
+        watch.signals.hold()
+        if found is not None and not evaluated(start):
+            raise watch.stopped()
         for step in range(start + 1, schedule.total_steps + 1):
             meter.start()
+            watch.at("data", step)
             batch = next(batches)
             meter.arrived()
+            watch.at("step", step)
             result = train_step(
                 model,
                 loss,
@@ -139,6 +176,7 @@ def _run(
                 lr=schedule.lr(step - 1),
                 clip_grad_norm=config.optim.clip_grad_norm,
                 micro_batch_size=micro_batch_size,
+                stop=watch.signals.requested is not None,
             )
             meter.done(schedule.batch_size)
             minutes = clock.tick()
@@ -152,20 +190,20 @@ def _run(
                 report.metrics(row)
                 meter.restart()
 
-            due |= schedule.is_time(config.checkpoint.every, step, minutes=minutes)
             # Amid broken steps the weights may be what breaks them; keep the older checkpoints.
-            if due and (result.finite or step == schedule.total_steps):
-                due = False
-                report.flush()
-                state = _state(config, source, schedule, step, fingerprint)
-                state |= guard.state() | {"micro_batch_size": micro_batch_size}
-                snapshot = take_snapshot(state, pretrained, optimizer)
-                found = on_main(partial(checkpoints.save, snapshot))
-                log.info("step %d  saved %s", step, found.path)
-
-            evaluate_due(config, schedule, pretrained, report, step, minutes)
+            sound = result.finite or step == schedule.total_steps
+            due |= result.stop or schedule.is_time(config.checkpoint.every, step, minutes=minutes)
+            if due and sound:
+                due, found = False, save(step)
+            stop = result.stop or not evaluated(step, minutes)
+            if stop:
+                if sound and (found is None or found.step < step):
+                    found = save(step)
+                raise watch.stopped()
 
         assert found is not None, "the last step saves a checkpoint"
+        watch.signals.release()
+        watch.at("finish", found.step)
         if guard.in_a_row:
             log.warning("the last %d step(s) were not finite and left out", guard.in_a_row)
         finish(config, pretrained, found)

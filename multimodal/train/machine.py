@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from datetime import timedelta
+from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, DynamoBackend, parse_flag_from_env
+from accelerate.utils import (
+    DistributedType,
+    DynamoBackend,
+    InitProcessGroupKwargs,
+    parse_flag_from_env,
+)
+
+from multimodal.launcher import launcher
+
+log = logging.getLogger(__name__)
 
 _SHARDING_FLAGS = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM")
 _SHARDED = {
@@ -17,20 +29,32 @@ _SHARDED = {
 }
 
 
-def make_accelerator(*, tracker: str | None) -> Accelerator:
+_LATER = 60
+"""Seconds that collectives wait longer than the watchdog, which says more about a hang."""
+_NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+
+
+def make_accelerator(*, tracker: str | None, timeout: float | None = None) -> Accelerator:
     """Join the process group and choose the device.
 
     Args:
         tracker: what Accelerate also logs to, such as `wandb`.
+        timeout: seconds without a sign of life after which a run counts as hung; None is never.
 
     Raises:
         ValueError: when the machine or the launcher's settings do not fit.
     """
     asked = int(os.environ.get("WORLD_SIZE", "1"))
+    _check_launcher(asked)
     on_cpu = not _has_accelerator() or parse_flag_from_env("ACCELERATE_USE_CPU")
     _check_devices(on_cpu)
+    limit = timedelta(days=365) if timeout is None else timedelta(seconds=timeout + _LATER)
     # Without `cpu`, Accelerate makes each of several CPU processes a run of its own.
-    accelerator = Accelerator(cpu=on_cpu and asked > 1, log_with=tracker)
+    accelerator = Accelerator(
+        cpu=on_cpu and asked > 1,
+        log_with=tracker,
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=limit)],
+    )
     if accelerator.num_processes != asked:
         raise ValueError(
             f"the launcher started {asked} processes, but Accelerate sees "
@@ -73,7 +97,25 @@ def _has_accelerator() -> bool:
     return device is not None and device.type != "mps"
 
 
+def _check_launcher(started: int) -> None:
+    """`accelerate launch --cpu --num_processes 2` starts one process without a word."""
+    by = launcher()
+    asked = None if by is None else by.processes()
+    if asked is not None and asked != started:
+        raise ValueError(
+            f"the launcher was asked for {asked} processes and has started {started}; start with "
+            f"`accelerate launch --multi_gpu --num_processes {asked}` or `torchrun "
+            f"--nproc-per-node {asked}`, without a GPU too"
+        )
+
+
 def _check_devices(on_cpu: bool) -> None:
+    if on_cpu and _NVIDIA_DRIVER.exists() and not parse_flag_from_env("ACCELERATE_USE_CPU"):
+        log.warning(
+            "training on the CPU: this machine has an NVIDIA driver, but torch %s sees no GPU; see "
+            "whether it was built for CUDA, and whether CUDA_VISIBLE_DEVICES hides them (it is %r)",
+            *(torch.__version__, os.environ.get("CUDA_VISIBLE_DEVICES")),
+        )
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     devices = 0 if on_cpu else torch.accelerator.device_count()
     if not on_cpu and here > devices:

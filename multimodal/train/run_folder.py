@@ -30,6 +30,7 @@ MAY_CHANGE = (
     "train.checkpoint_activations",
     "train.compile",
     "train.max_nonfinite",
+    "train.timeout",
     "evaluate",
     "checkpoint",
     "log",

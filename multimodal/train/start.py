@@ -31,11 +31,14 @@ from multimodal.losses.sigmoid import initial_bias
 from multimodal.models.build import build_model
 from multimodal.models.two_tower import TwoTower
 from multimodal.train.checkpoint import Checkpoint
+from multimodal.train.watchdog import timeout_seconds
 from multimodal.weights.load import load
 from multimodal.weights.pretrained import Pretrained
 
 log = logging.getLogger(__name__)
 
+_STALLED_SHARE = 0.8
+"""Of `train.timeout`, after which a loader says which worker is stuck, before the watchdog ends."""
 _TOKENIZER_SAMPLES = 200_000
 """Samples whose captions train a tokenizer, spread evenly over the data; of a stream, the first."""
 
@@ -151,7 +154,7 @@ def training_batches(
     config: Config, source: TrainingSource, pretrained: Pretrained, *, start: int, end: int
 ) -> DataLoader[Batch]:
     """Loader of this rank's batches of the steps in [start, end)."""
-    model = config.model
+    model, limit = config.model, timeout_seconds(config.train.timeout)
     return train_loader(
         source,
         data=config.data,
@@ -163,6 +166,7 @@ def training_batches(
         rank=rank(),
         world_size=world_size(),
         seed=config.seed,
+        stalled=0 if limit is None else _STALLED_SHARE * limit,
     )
 
 

@@ -34,6 +34,8 @@ class StepResult:
     """Whether loss and gradient were, on all ranks. If not, the step changed nothing."""
     metrics: dict[str, float] = field(default_factory=dict)
     """What the loss noticed, by the names of `LossMetrics`."""
+    stop: bool = False
+    """Whether any rank wants to stop after this step."""
     suspects: tuple[str, ...] = ()
     """Keys of the samples whose embeddings were not finite, if that is why."""
 
@@ -50,6 +52,7 @@ def train_step(
     lr: float,
     clip_grad_norm: float | None,
     micro_batch_size: int | None = None,
+    stop: bool = False,
 ) -> StepResult:
     """Train on one batch.
 
@@ -63,6 +66,7 @@ def train_step(
         clip_grad_norm: largest norm of the gradient; None leaves it.
         micro_batch_size: rows that the device holds activations of; None is all. It changes what
             dropout draws and the order of sums, and nothing else.
+        stop: whether this rank wants to stop after the step; all ranks get to know.
     """
     buffers = copied_buffers(model)
     local = add_gradient(
@@ -74,7 +78,7 @@ def train_step(
         seed_of=lambda part: random_state(seed, step, rank(), part),
     )
     norm = gradient_norm(model)
-    result = _agree(local, norm, len(batch.skipped))
+    result = _agree(local, norm, skipped=len(batch.skipped), stop=stop)
     if result.finite:
         if clip_grad_norm is not None:
             nn.utils.clip_grads_with_norm_(model.parameters(), clip_grad_norm, norm)
@@ -120,18 +124,19 @@ def random_state(seed: int, step: int, rank: int, micro_batch: int = 0) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
 
-def _agree(local: LocalLoss, norm: Tensor, skipped: int) -> StepResult:
+def _agree(local: LocalLoss, norm: Tensor, *, skipped: int, stop: bool) -> StepResult:
     """Bring the numbers of all ranks together with one reduction and one wait for the device."""
     loss, norm = local.value.float(), norm.detach().float()
     broken = ~(loss.isfinite() & norm.isfinite())
     metrics = local.metrics._asdict() if local.metrics is not None else {}
-    shares = [broken.float(), torch.full_like(loss, skipped), loss, *metrics.values()]
+    counts = [torch.full_like(loss, count) for count in (skipped, stop)]
+    shares = [broken.float(), *counts, loss, *metrics.values()]
     own = [norm, local.features.logit_scale]
     if local.features.logit_bias is not None:
         own.append(local.features.logit_bias)
     total = all_reduce_sum(torch.stack([share.float() for share in shares]))
     numbers = torch.cat([total, torch.stack(own)]).tolist()
-    broken_ranks, all_skipped, *sums = numbers[: len(shares)]
+    broken_ranks, all_skipped, stopping_ranks, *sums = numbers[: len(shares)]
     norm_, scale, *bias = numbers[len(shares) :]
     mean, *means = (x / world_size() for x in sums)
     return StepResult(
@@ -141,6 +146,7 @@ def _agree(local: LocalLoss, norm: Tensor, skipped: int) -> StepResult:
         logit_bias=bias[0] if bias else None,
         skipped=int(all_skipped),
         finite=broken_ranks == 0,
+        stop=stopping_ranks > 0,
         metrics=dict(zip(metrics, means, strict=True)),
     )
 

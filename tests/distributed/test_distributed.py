@@ -18,7 +18,7 @@ def exercise():
     try:
         distributed.on_main(lambda: int("seven"))
     except ValueError as error:
-        mistake = str(error), hasattr(error, "told_by_main")
+        mistake = str(error), hasattr(error, "told_elsewhere")
     return {
         "rank": r,
         "main": distributed.is_main(),

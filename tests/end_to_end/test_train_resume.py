@@ -2,21 +2,13 @@
 
 import os
 import signal
-import time
 
 import pytest
 from safetensors.torch import load_file
-from tools import RANDOM, finish, make_shards, rows, start, tiny_tree, write_config
+from tools import RANDOM, finish, make_shards, rows, start, tiny_tree, wait_for_step, write_config
 
 STEPS = 30
 EXACT = ("step", "loss", "lr", "grad_norm", "logit_scale", "batch_hash", "skipped")
-
-
-def wait_for_step(process, run, step):
-    path = run / "metrics.jsonl"
-    while not path.exists() or path.read_text().count("\n") < step:
-        assert process.poll() is None, process.communicate()[0]
-        time.sleep(0.02)
 
 
 def exact(run):
