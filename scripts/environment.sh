@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Sourced by the two commands: enter the project's folder and its .venv, made and filled on demand.
 # Usage: source scripts/environment.sh EXTRA
 
