@@ -133,8 +133,8 @@ def on_main(function: Callable[[], T]) -> T:
     The others wait as long as it takes; the time limit of collectives does not count here.
 
     Raises:
-        Exception: what `function` raised, on all ranks (as ValueError or RuntimeError on the
-            others, with the attribute `told_elsewhere`), so that none waits for a rank that has left.
+        Exception: what `function` raised, on all ranks, so that none waits for a rank that has
+            left; on the others as ValueError or RuntimeError, with the attribute `told_elsewhere`.
     """
     if world_size() == 1:
         return function()
