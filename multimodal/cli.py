@@ -54,7 +54,10 @@ _A_SOURCE = (
     "they stand below data.train (kind: hub, name: ...)."
 )
 ModelArgument = Annotated[
-    str, typer.Argument(help="Run folder, model folder, or hf:FOLDER of a CLIP or SigLIP model.")
+    str,
+    typer.Argument(
+        help="Folder of a run, a checkpoint or a model, or hf:FOLDER of a CLIP or SigLIP model."
+    ),
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps.")]
 BatchSize = Annotated[int, typer.Option(help="Pictures encoded at once.", min=1)]
@@ -104,6 +107,30 @@ def train(
     except KeyboardInterrupt:
         typer.echo("interrupted; the same command goes on from the last checkpoint", err=True)
         sys.exit(130)
+
+
+@app.command(
+    epilog=_verbatim(
+        "Example:\n  multimodal checkpoints runs/quickstart\n\n"
+        "Exit code 1 when there are checkpoints and none is sound."
+    ),
+)
+def checkpoints(
+    run: Annotated[Path, typer.Argument(help="Run folder.")],
+    verify: Annotated[bool, typer.Option(help="Read all files and compare their hashes.")] = True,
+    as_json: AsJson = False,
+) -> None:
+    """List the checkpoints of a run: their state and metrics, and which one a resume takes."""
+    from multimodal.train import checkpoint_list
+
+    with _progress("verify", checkpoint_list.bytes_of(run) if verify else None) as advance:
+        found = checkpoint_list.list_checkpoints(run, verify=verify, progress=advance)
+    if as_json:
+        typer.echo(json.dumps([entry.as_dict() for entry in found], indent=2))
+    else:
+        checkpoint_list.print_list(found)
+    if not any(entry.resume for entry in found):
+        sys.exit(1)
 
 
 @app.command(

@@ -38,6 +38,7 @@ from multimodal.config.model import (
     VitImage,
 )
 from multimodal.config.run import (
+    Best,
     Checkpoint,
     Config,
     ContrastiveSection,

@@ -90,6 +90,17 @@ class Train(Section):
         return self
 
 
+class Best(Section):
+    """Checkpoints of the steps with the best values of a metric, kept besides the newest ones."""
+
+    metric: str
+    """`EVALUATION/METRIC` as in metrics.jsonl, such as `val/image_retrieval_recall@1`."""
+    keep: PositiveInt = 1
+    """How many; where an evaluation is among them and its step has none, one is saved."""
+    mode: Literal["max", "min"] = "max"
+    """Whether a large or a small value is good."""
+
+
 class Checkpoint(Section):
     """When the state of a run is saved."""
 
@@ -97,6 +108,12 @@ class Checkpoint(Section):
     """Interval between checkpoints, as a duration or `10 min`; the end always saves one."""
     keep: PositiveInt = 2
     """Complete checkpoints to keep; an older one is removed only after a newer one is complete."""
+    best: Best | None = None
+    """Keep also those with the best values of a metric; null keeps none of them."""
+    background: bool = True
+    """Write in a thread while training goes on, from a copy in memory that is made first."""
+    on_error: Literal["stop", "continue"] = "stop"
+    """What a failed save (disk full) does to the run; the end needs one that is saved."""
 
 
 class Wandb(Section):

@@ -28,6 +28,7 @@ from multimodal.evaluate.parts import (
 from multimodal.weights.pretrained import Pretrained
 
 RECALL_AT = (1, 5, 10)
+RECALLS = tuple(f"{side}_retrieval_recall@{k}" for side in ("image", "text") for k in RECALL_AT)
 
 
 class _Pictures(NamedTuple):

@@ -7,8 +7,8 @@ from typing import assert_never
 
 from multimodal import config
 from multimodal.evaluate.parts import Progress
-from multimodal.evaluate.retrieval import evaluate_retrieval
-from multimodal.evaluate.zero_shot import evaluate_zero_shot
+from multimodal.evaluate.retrieval import RECALLS, evaluate_retrieval
+from multimodal.evaluate.zero_shot import evaluate_zero_shot, rates
 from multimodal.weights.pretrained import Pretrained
 
 Metrics = dict[str, float | int | None]
@@ -42,6 +42,17 @@ def evaluate(
             return evaluate_retrieval(pretrained, section, **how)
         case config.ZeroShot():
             return evaluate_zero_shot(pretrained, section, **how)
+        case _:
+            assert_never(section)
+
+
+def rate_names(section: config.Evaluation) -> tuple[str, ...]:
+    """Names of the rates (more is better) that an evaluation gives."""
+    match section:
+        case config.Retrieval():
+            return RECALLS
+        case config.ZeroShot():
+            return rates(section)
         case _:
             assert_never(section)
 

@@ -60,6 +60,12 @@ def evaluate_zero_shot(
     return {**result, "skipped": skipped}
 
 
+def rates(section: config.ZeroShot) -> tuple[str, ...]:
+    """Names of the accuracies that these classes can have."""
+    of_five = ("acc5",) if len(section.classes) >= 5 else ()
+    return ("acc1", *of_five, "mean_per_class_recall")
+
+
 def _class_embeddings(pretrained: Pretrained, section: config.ZeroShot) -> Tensor:
     """float32 [C, D] on the CPU; each rank encodes a part of the classes."""
     refuse_repeated("classes", section.classes)

@@ -155,10 +155,12 @@ def _check_space(config: Config, checkpoint_bytes: int) -> None:
     run = Path(config.run).absolute()
     place = next(path for path in (run, *run.parents) if path.exists())
     free = shutil.disk_usage(place).free
-    needed = (config.checkpoint.keep + 1) * checkpoint_bytes
+    best = config.checkpoint.best
+    kept = config.checkpoint.keep + (best.keep if best else 0)
+    needed = (kept + 1) * checkpoint_bytes
     if free < needed:
         raise ValueError(
-            f"checkpoint.keep={config.checkpoint.keep} and one being written take "
+            f"{kept} checkpoints (checkpoint.keep, .best.keep) and one being written take "
             f"{needed / 1e9:.1f} GB, but {place} has {free / 1e9:.1f} GB left; free some, lower "
             "checkpoint.keep, or put the run elsewhere with run=..."
         )

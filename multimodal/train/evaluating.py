@@ -11,7 +11,6 @@ from matplotlib.figure import FigureBase
 from multimodal.config import Config, Retrieval
 from multimodal.data.build import open_source
 from multimodal.distributed import on_main
-from multimodal.errors import StopRequested
 from multimodal.evaluate.parts import Progress
 from multimodal.evaluate.report import draw_predictions, first_captions, print_results
 from multimodal.evaluate.run import evaluate
@@ -35,7 +34,7 @@ def evaluate_due(
     *,
     progress: Progress,
 ) -> bool:
-    """Run the evaluations that belong to a step and have no row yet.
+    """Run the evaluations that belong to a step and have no row yet; whether any belong to it.
 
     They come after the checkpoint, which a broken evaluation then cannot cost; a run that was
     stopped between the two makes up for them when it resumes.
@@ -43,25 +42,19 @@ def evaluate_due(
     Args:
         progress: may raise StopRequested on any rank, which ends them on all.
 
-    Returns:
-        Whether they are all done, the same on all ranks.
+    Raises:
+        StopRequested: on all ranks, when a signal has asked one of them to stop.
     """
     sections = config.evaluate.items()
     due = [name for name, s in sections if schedule.is_time(s.every, step, minutes=minutes)]
     if due:
         done = on_main(lambda: _evaluations_at(Path(config.run), step))
         for name in (n for n in due if n not in done):
-            try:
-                figures = evaluate(
-                    pretrained,
-                    config.evaluate[name],
-                    workers=config.data.workers,
-                    progress=progress,
-                )
-            except StopRequested:
-                return False
+            figures = evaluate(
+                pretrained, config.evaluate[name], workers=config.data.workers, progress=progress
+            )
             report.evaluation(step, name, figures)
-    return True
+    return bool(due)
 
 
 def finish(config: Config, pretrained: Pretrained, last: Checkpoint) -> None:

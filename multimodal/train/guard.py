@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -64,11 +65,17 @@ class Guard:
         nonfinite = {"total": self._nonfinite, "in_a_row": self._in_a_row}
         return {"skipped": self._skipped, "nonfinite": nonfinite}
 
-    def check(self, step: int, result: StepResult, batch: Batch, last: Checkpoint | None) -> None:
+    def check(
+        self,
+        step: int,
+        result: StepResult,
+        batch: Batch,
+        newest: Callable[[], Checkpoint | None],
+    ) -> None:
         """Look at a step, on all ranks.
 
         Args:
-            last: the newest checkpoint.
+            newest: gives the newest checkpoint, asked for when the run must stop.
 
         Raises:
             RunStopped: on all ranks, saying what was too much and where it is listed.
@@ -86,7 +93,7 @@ class Guard:
         self._in_a_row += 1
         self._report.nonfinite(_nonfinite_row(self._schedule, step, result))
         if self._in_a_row >= self._config.train.max_nonfinite:
-            raise RunStopped(self._why_stopped(step, result, last))
+            raise RunStopped(self._why_stopped(step, result, newest()))
 
     def _check_budget(self, step: int) -> None:
         allowed = self._config.data.max_skipped

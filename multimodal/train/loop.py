@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +31,10 @@ from multimodal.train.run_folder import (
     read_results,
     write_config,
 )
+from multimodal.train.saving import Saver
 from multimodal.train.schedule import Schedule, plan
 from multimodal.train.signals import Signals
-from multimodal.train.snapshot import load_optimizer, take_snapshot
+from multimodal.train.snapshot import load_optimizer
 from multimodal.train.start import (
     check_fingerprint,
     check_tokenizer,
@@ -137,18 +137,18 @@ def _run(
     )
     meter, clock, due = Meter(), Clock(config), False
 
-    with Report(config, accelerator, start_step=start, total_steps=schedule.total_steps) as report:
+    with (
+        Report(config, accelerator, start_step=start, total_steps=schedule.total_steps) as report,
+        Saver(config, checkpoints, found) as saver,
+    ):
         guard = Guard(config, schedule, report, found, shards=len(source.groups()))
 
-        def save(step: int) -> Checkpoint:
+        def save(step: int) -> None:
             watch.at("save", step)
             report.flush()
             state = _state(config, source, schedule, step, fingerprint)
             state |= guard.state() | {"micro_batch_size": micro_batch_size}
-            snapshot = take_snapshot(state, pretrained, optimizer)
-            saved = on_main(partial(checkpoints.save, snapshot))
-            log.info("step %d  saved %s", step, saved.path)
-            return saved
+            saver.save(state, pretrained, optimizer)
 
         def evaluated(step: int, minutes: tuple[float, float] = (0.0, 0.0)) -> bool:
             watch.at("evaluate", step)
@@ -157,8 +157,8 @@ def _run(
             )
 
         watch.signals.hold()
-        if found is not None and not evaluated(start):
-            raise watch.stopped()
+        if found is not None:
+            evaluated(start)
         for step in range(start + 1, schedule.total_steps + 1):
             meter.start()
             watch.at("data", step)
@@ -181,7 +181,7 @@ def _run(
             meter.done(schedule.batch_size)
             minutes = clock.tick()
             report.step(step)
-            guard.check(step, result, batch, found)
+            guard.check(step, result, batch, saver.newest)
 
             if schedule.is_time(config.log.every, step, minutes=minutes):
                 row = _row(schedule, step, result, batch_hash(batch.keys))
@@ -191,22 +191,27 @@ def _run(
                 meter.restart()
 
             # Amid broken steps the weights may be what breaks them; keep the older checkpoints.
-            sound = result.finite or step == schedule.total_steps
-            due |= result.stop or schedule.is_time(config.checkpoint.every, step, minutes=minutes)
-            if due and sound:
-                due, found = False, save(step)
-            stop = result.stop or not evaluated(step, minutes)
+            sound, stop = result.finite or step == schedule.total_steps, result.stop
+            due |= schedule.is_time(config.checkpoint.every, step, minutes=minutes)
+            if (due or stop) and sound:
+                due = False
+                save(step)
+            try:
+                wanted = not stop and evaluated(step, minutes) and saver.is_best(step)
+            except StopRequested:
+                wanted = stop = True
+            if wanted and result.finite and saver.last_step < step:
+                save(step)
             if stop:
-                if sound and (found is None or found.step < step):
-                    found = save(step)
+                saver.wait()
                 raise watch.stopped()
 
-        assert found is not None, "the last step saves a checkpoint"
+        watch.at("finish", schedule.total_steps)
+        last = saver.finish(schedule.total_steps)
         watch.signals.release()
-        watch.at("finish", found.step)
         if guard.in_a_row:
             log.warning("the last %d step(s) were not finite and left out", guard.in_a_row)
-        finish(config, pretrained, found)
+        finish(config, pretrained, last)
 
 
 def _announce(

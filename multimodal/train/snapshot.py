@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,16 +32,26 @@ class Snapshot:
     """AdamW's `exp_avg.NAME`, `exp_avg_sq.NAME` and `step.NAME` of every trained parameter."""
 
 
+def copied(x: Tensor) -> Tensor:
+    """A copy in new memory of the CPU."""
+    return x.detach().to("cpu", copy=True).contiguous()
+
+
 def take_snapshot(
-    state: dict[str, Any], pretrained: Pretrained, optimizer: torch.optim.Optimizer
+    state: dict[str, Any],
+    pretrained: Pretrained,
+    optimizer: torch.optim.Optimizer,
+    *,
+    copy: Callable[[Tensor], Tensor] = copied,
 ) -> Snapshot:
     """Copy the state of the run.
 
     Args:
         state: what the checkpoint says about itself, as JSON values.
+        copy: gives each tensor's copy on the CPU, contiguous.
     """
-    weights = {name: _copied(x) for name, x in pretrained.model.state_dict().items()}
-    return Snapshot(state, pretrained, weights, _optimizer_state(optimizer))
+    weights = {name: copy(x) for name, x in pretrained.model.state_dict().items()}
+    return Snapshot(state, pretrained, weights, _optimizer_state(optimizer, copy))
 
 
 def load_optimizer(checkpoint: Path, optimizer: torch.optim.Optimizer) -> None:
@@ -70,13 +81,15 @@ def load_optimizer(checkpoint: Path, optimizer: torch.optim.Optimizer) -> None:
         optimizer.state[parameter] = own
 
 
-def _optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def _optimizer_state(
+    optimizer: torch.optim.Optimizer, copy: Callable[[Tensor], Tensor]
+) -> dict[str, Tensor]:
     """AdamW's state as flat tensors; a parameter that never had a gradient counts as untouched."""
     flat = {}
     for name, parameter in named_parameters(optimizer).items():
         own = optimizer.state.get(parameter) or _untouched(parameter)
         for slot in _SLOTS:
-            flat[f"{slot}.{name}"] = _copied(own[slot])
+            flat[f"{slot}.{name}"] = copy(own[slot])
     return flat
 
 
@@ -86,7 +99,3 @@ def _untouched(parameter: Tensor) -> dict[str, Tensor]:
         "exp_avg_sq": torch.zeros_like(parameter),
         "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
     }
-
-
-def _copied(x: Tensor) -> Tensor:
-    return x.detach().to("cpu", copy=True).contiguous()

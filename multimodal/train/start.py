@@ -30,6 +30,7 @@ from multimodal.evaluate.zero_shot import check_labels
 from multimodal.losses.sigmoid import initial_bias
 from multimodal.models.build import build_model
 from multimodal.models.two_tower import TwoTower
+from multimodal.train.best import check_best
 from multimodal.train.checkpoint import Checkpoint
 from multimodal.train.watchdog import timeout_seconds
 from multimodal.weights.load import load
@@ -80,11 +81,12 @@ def check_shards(source: TrainingSource, data: config.Data) -> None:
 
 
 def check_evaluations(whole: Config) -> None:
-    """Open the data of all evaluations.
+    """Open the data of all evaluations, and see that they give what the checkpoints need.
 
     Raises:
         ValueError: naming the evaluation, when its data or labels do not fit.
     """
+    check_best(whole)
     for name, section in whole.evaluate.items():
         for data in (section.data, *getattr(section, "more_captions", ())):
             try:

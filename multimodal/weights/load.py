@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,9 @@ from multimodal import config
 from multimodal.data.text import FILE as TOKENIZER_FILE
 from multimodal.data.text import Tokenizer
 from multimodal.data.transforms import ImageTransform
-from multimodal.files import file_hash
 from multimodal.models.build import build_model
 from multimodal.models.two_tower import TwoTower
+from multimodal.weights.checkpoints import MANIFEST, MODEL_FOLDER, find_damage, newest_first
 from multimodal.weights.pretrained import Pretrained
 from multimodal.weights.save import (
     CONFIG_FILE,
@@ -36,7 +35,6 @@ from multimodal.weights.save import (
 log = logging.getLogger(__name__)
 _FILES = (CONFIG_FILE, WEIGHTS_FILE, TOKENIZER_FILE)
 _CONFIG_FIELDS = ("format", "version", "model", "tokenizer", "versions")
-_CHECKPOINT = re.compile(r"step-(\d+)")
 _HF = "hf:"
 
 
@@ -96,7 +94,9 @@ def find_model(path: str | Path) -> Path:
     path = Path(path)
     if any((path / name).is_file() for name in (CONFIG_FILE, WEIGHTS_FILE)):
         return path
-    for folder in (path / "model", *_checkpoint_models(path)):
+    if (path / MANIFEST).is_file() and (problem := _model_damage(path)):
+        raise ValueError(f"checkpoint {path} is damaged: {problem}; use another one of its run")
+    for folder in (path / MODEL_FOLDER, *_checkpoint_models(path)):
         if (folder / CONFIG_FILE).is_file():
             return folder
     raise ValueError(
@@ -108,25 +108,16 @@ def find_model(path: str | Path) -> Path:
 
 def _checkpoint_models(run: Path) -> Iterator[Path]:
     """Models of a run's sound checkpoints, the newest first."""
-    found = [path for path in run.glob("checkpoints/*") if _CHECKPOINT.fullmatch(path.name)]
-    for checkpoint in sorted(found, key=lambda p: int(_CHECKPOINT.fullmatch(p.name)[1]))[::-1]:
-        if _is_sound(checkpoint):
-            yield checkpoint / "model"
+    for checkpoint in newest_first(run):
+        problem = _model_damage(checkpoint)
+        if problem is None:
+            yield checkpoint / MODEL_FOLDER
         else:
-            log.warning("checkpoint %s is damaged; an older one is used", checkpoint)
+            log.warning("checkpoint %s is damaged and not used: %s", checkpoint, problem)
 
 
-def _is_sound(checkpoint: Path) -> bool:
-    """Whether the model's files are as the checkpoint's manifest says."""
-    try:
-        files = json.loads((checkpoint / "manifest.json").read_bytes())["files"]
-        for name, entry in files.items():
-            is_model = name.startswith("model/")
-            if is_model and file_hash(checkpoint / name) != entry["sha256"]:
-                return False
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return False
-    return True
+def _model_damage(checkpoint: Path) -> str | None:
+    return find_damage(checkpoint, under=f"{MODEL_FOLDER}/")
 
 
 # --- what it is ----------------------------------------------------------------------------------

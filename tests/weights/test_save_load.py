@@ -171,9 +171,13 @@ def test_no_model_says_what_is_accepted(tmp_path):
 def make_checkpoint(run, step, source):
     path = run / "checkpoints" / f"step-{step:08d}"
     shutil.copytree(source, path / "model")
+    (path / "state.json").write_text("{}")
     digests = {
-        f"model/{file.name}": {"size": 0, "sha256": sha256(file.read_bytes()).hexdigest()}
-        for file in (path / "model").iterdir()
+        file.relative_to(path).as_posix(): {
+            "size": file.stat().st_size,
+            "sha256": sha256(file.read_bytes()).hexdigest(),
+        }
+        for file in path.rglob("*.*")
     }
     (path / "manifest.json").write_text(json.dumps({"files": digests}))
     return path
@@ -189,6 +193,8 @@ def test_a_run_gives_its_model_or_its_newest_sound_checkpoint(saved, tmp_path):
     flipped[-1] ^= 1
     weights.write_bytes(flipped)
     assert find_model(tmp_path) == second / "model"
+    with pytest.raises(ValueError, match=r"step-00000200 is damaged: model/model.safetensors has"):
+        find_model(third)
     (second / "manifest.json").unlink()
     assert find_model(tmp_path) == first / "model"
     shutil.copytree(saved, tmp_path / "model")
