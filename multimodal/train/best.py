@@ -20,9 +20,8 @@ def check_best(config: Config) -> None:
     best = config.checkpoint.best
     if best is None:
         return
-    names = [
-        f"{name}/{x}" for name, section in config.evaluate.items() for x in rate_names(section)
-    ]
+    sections = config.evaluate
+    names = [f"{name}/{rate}" for name in sections for rate in rate_names(sections[name])]
     if best.metric not in names:
         near = difflib.get_close_matches(best.metric, names, n=2, cutoff=0.5)
         meant = f"did you mean {' or '.join(near)}? " if near else ""

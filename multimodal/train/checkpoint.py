@@ -182,7 +182,10 @@ def read_state(path: Path) -> dict[str, Any]:
 
 def missing_state(path: Path) -> str | None:
     """What a resume would need and state.json does not say; None when nothing is missing."""
-    state = read_state(path)
+    try:
+        state = read_state(path)
+    except ValueError:
+        return "state.json is unreadable"
     missing = [name for name in _STATE if name not in state]
     return f"state.json lacks {', '.join(missing)}" if missing else None
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -58,10 +59,13 @@ def load_optimizer(checkpoint: Path, optimizer: torch.optim.Optimizer) -> None:
     """Restore AdamW's state from a checkpoint folder.
 
     Raises:
-        ValueError: when a tensor is missing, unexpected or of another shape.
+        ValueError: when a tensor is missing, unexpected or of another shape, or the file is none.
     """
     path = checkpoint / OPTIMIZER_FILE
-    flat = load_file(path)
+    try:
+        flat = load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged ({error}); use another checkpoint") from None
     parameters = named_parameters(optimizer)
     expected = {f"{slot}.{name}" for name in parameters for slot in _SLOTS}
     if set(flat) != expected:

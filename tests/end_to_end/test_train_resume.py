@@ -1,4 +1,7 @@
-"""A killed run, started again by the same command, is the uninterrupted run to the last bit."""
+"""A launch of which a rank was killed, started again, is the uninterrupted one to the last bit.
+
+Kills of one process are in tests/faults/test_checkpoints.py.
+"""
 
 import os
 import signal
@@ -7,7 +10,6 @@ import pytest
 from safetensors.torch import load_file
 from tools import RANDOM, finish, make_shards, rows, start, tiny_tree, wait_for_step, write_config
 
-STEPS = 30
 EXACT = ("step", "loss", "lr", "grad_norm", "logit_scale", "batch_hash", "skipped")
 
 
@@ -20,36 +22,6 @@ def assert_same_end(run, twin):
     a, b = load_file(run / "model/model.safetensors"), load_file(twin / "model/model.safetensors")
     assert a.keys() == b.keys()
     assert all(a[name].equal(b[name]) for name in a)
-
-
-@pytest.mark.slow
-def test_two_kills_in_one_epoch_leave_no_trace(tmp_path):
-    shards = make_shards(tmp_path / "data", 307, broken=(5, 61))
-    configs = {
-        name: write_config(
-            tmp_path / f"{name}.yaml",
-            tiny_tree(
-                tmp_path / name,
-                shards,
-                *RANDOM,
-                f"train.duration={STEPS} steps",
-                "checkpoint.every=7 steps",
-                "data.max_skipped=0.1",
-            ),
-        )
-        for name in ("run", "twin")
-    }
-    finish(start("scripts/train.py", str(configs["twin"])))
-    for step in (10, 24):
-        process = start("scripts/train.py", str(configs["run"]))
-        wait_for_step(process, tmp_path / "run", step)
-        # The main process only: its loader processes outlive it for a while, as they really do.
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
-    output = finish(start("scripts/train.py", str(configs["run"])))
-    assert "resuming after step 21" in output
-    assert_same_end(tmp_path / "run", tmp_path / "twin")
-    assert rows(tmp_path / "run", "skipped.jsonl") == rows(tmp_path / "twin", "skipped.jsonl")
 
 
 @pytest.mark.slow
