@@ -7,9 +7,6 @@ is in flight: the next save waits for it. Hashing, writing and fsync let go of P
 from __future__ import annotations
 
 import logging
-import os
-import sys
-import threading
 import time
 from collections.abc import Set
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -48,7 +45,7 @@ class Saver:
         self._failure: str | None = None
         self._pending: int | None = None
         self._future: Future[Checkpoint] | None = None
-        self._thread = ThreadPoolExecutor(1, "checkpoint", initializer=_yield_to_training)
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._buffers = Buffers()
 
     def __enter__(self) -> Saver:
@@ -184,9 +181,3 @@ def _alike(a: Tensor, b: Tensor) -> bool:
 def _synchronize() -> None:
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
-
-
-def _yield_to_training() -> None:
-    """On Linux, priority belongs to threads: this one takes what the training leaves."""
-    if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
