@@ -10,13 +10,8 @@ A stream cannot be read by number: its workers make every n-th step each, of sha
 
 from __future__ import annotations
 
-import ctypes
-import os
-import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -31,15 +26,12 @@ from multimodal.data.source import BadSample, Sample, Source
 from multimodal.data.stream import Streamed, StreamSource, TrainingSource
 from multimodal.data.text import Tokenizer
 from multimodal.data.transforms import ImageTransform
+from multimodal.data.worker_signals import held_back, leave_to_the_run
 
 _BAD_IN_A_ROW = 100
 """Candidates for one place in a batch, after which the data count as unusable."""
 _STALLED_SECONDS = 480
 """A worker that gives no batch for so long counts as stuck."""
-_TO_THE_RUN = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP}
-"""Signals that terminals and launchers send to workers too, though they are for the run."""
-_DEATH_SIGNAL = 1
-"""PR_SET_PDEATHSIG of prctl(2): the signal that a process gets when its parent dies."""
 
 
 def step_positions(step: int, *, batch_size: int, rank: int, world_size: int) -> range:
@@ -168,7 +160,7 @@ class _Loader(DataLoader):
     reading: Reading | _StreamSteps
 
     def __iter__(self):
-        with _held_back(_TO_THE_RUN):  # workers begin with what is held back here
+        with held_back():
             batches = super().__iter__()
         return self._named(batches)
 
@@ -178,15 +170,6 @@ class _Loader(DataLoader):
         except RuntimeError as error:  # a worker that died, or that gives nothing
             error.add_note(f"samples that the loader read last: {self.reading}")
             raise
-
-
-@contextmanager
-def _held_back(signals: set[signal.Signals]) -> Iterator[None]:
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def in_workers(
@@ -223,22 +206,8 @@ def in_workers(
 
 
 def _start_worker(worker: int) -> None:
-    """Leave signals to the run, but for the SIGTERM with which it ends its workers itself."""
     torch.set_num_threads(1)
-    if sys.platform != "linux":
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-    else:
-        ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)
-        threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
-
-
-def _end_with_parent(parent: int) -> None:
-    while os.getppid() == parent:
-        received = signal.sigwaitinfo(_TO_THE_RUN)
-        if received.si_signo == signal.SIGTERM and received.si_pid == parent:
-            break
-    os._exit(0)
+    leave_to_the_run()
 
 
 class _TrainSteps(Dataset):
