@@ -27,6 +27,9 @@ T = TypeVar("T")
 _PARENT = os.getppid()
 _calls = itertools.count()
 _LEFT = "multimodal/left"
+_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+"""Set where torchrun's own process holds what ranks post."""
+_READ_SECONDS = 2.0
 _LONGEST_PAUSE = 0.5
 """Seconds between two looks at what others have posted."""
 
@@ -269,11 +272,16 @@ def barrier() -> None:
 
 
 def post_left(left: Left) -> None:
-    """Let the other ranks know why this one leaves; the first one's reason stands."""
+    """Let the other ranks know why this one leaves; the first one's reason stands.
+
+    Where rank 0 holds the notes itself, it stays until the others have had time to read them.
+    """
     store = _store()
     with suppress(dist.DistError):
-        if store is not None:
+        if store is not None and world_size() > 1:
             store.compare_set(_LEFT, "", json.dumps(left))
+            if is_main() and not os.environ.get(_AGENT_STORE):
+                time.sleep(_READ_SECONDS)
 
 
 def who_left() -> Left | None:
@@ -307,7 +315,7 @@ def _store() -> Any:
 
     torchrun's own process holds it, and every look at it after that has gone fills the log.
     """
-    orphaned = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") and os.getppid() != _PARENT
+    orphaned = os.environ.get(_AGENT_STORE) and os.getppid() != _PARENT
     if not _has_group() or orphaned:
         return None
     return dist.distributed_c10d._get_default_store()

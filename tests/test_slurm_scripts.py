@@ -15,10 +15,10 @@ SCRIPTS = sorted([*(ROOT / "scripts").glob("*.sh"), *(ROOT / "scripts" / "slurm"
 JOBS = ("one_node.sh", "many_nodes.sh")
 STAND_INS = {
     "srun": 'shift; exec "$@"',
-    "scontrol": '[ "$1" = show ] && echo first-host || echo "$@" >> "$FOLDER/scontrol"',
+    "scontrol": '[ "$1" = show ] && echo first-host || echo "$@" >> "$FOLDER/queue"',
     # As torchrun that was told of USR1: it passes the signal on, and ends with code 1.
     "torchrun": """
-        echo "$PET_SIGNALS_TO_HANDLE $*" > "$FOLDER/torchrun"
+        echo "$PET_SIGNALS_TO_HANDLE $*" > "$FOLDER/started"
         trap 'echo saved; exit 1' USR1
         for _ in $(seq 100); do [ -e "$FOLDER/end" ] && exit "$(cat "$FOLDER/end")"; sleep 0.1; done
     """,
@@ -51,7 +51,7 @@ def start_job(folder: Path, name: str) -> subprocess.Popen:
         stdout=subprocess.PIPE,
         text=True,
     )
-    while not (folder / "torchrun").exists():
+    while not (folder / "started").exists():
         assert job.poll() is None
         time.sleep(0.02)
     return job
@@ -64,8 +64,8 @@ def test_a_job_that_nears_its_time_limit_saves_and_queues_up_again(tmp_path, nam
     job.send_signal(signal.SIGUSR1)
     output, _ = job.communicate(timeout=30)
     assert job.returncode == 0 and "saved" in output
-    assert (tmp_path / "scontrol").read_text() == "requeue 12345\n"
-    signals, _, arguments = (tmp_path / "torchrun").read_text().partition(" ")
+    assert (tmp_path / "queue").read_text() == "requeue 12345\n"
+    signals, _, arguments = (tmp_path / "started").read_text().partition(" ")
     assert "SIGUSR1" in signals.split(",") and "SIGTERM" in signals.split(",")
     assert arguments.split()[-3:] == ["scripts/train.py", "a.yaml", "optim.lr=1e-3"]
     assert "--nproc-per-node=8" in arguments
@@ -78,4 +78,4 @@ def test_a_job_that_ends_by_itself_is_not_queued_up_again(tmp_path, code):
     job = start_job(tmp_path, "one_node.sh")
     (tmp_path / "end").write_text(str(code))
     job.communicate(timeout=30)
-    assert job.returncode == code and not (tmp_path / "scontrol").exists()
+    assert job.returncode == code and not (tmp_path / "queue").exists()

@@ -67,6 +67,7 @@ class Watchdog:
         self._launcher = launcher()
         self._place = Place("start", 0)
         self._moves = 0
+        self._left: Left | None = None
         self._main = threading.get_ident()
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -112,10 +113,11 @@ class Watchdog:
 
     def _leave(self, error: BaseException) -> None:
         if is_of_collectives(error):
-            first = who_left()
+            first = self._left or who_left()
             if first is not None and first.stopped:
                 raise StopRequested(first.reason) from error
-            why = first.reason if first else f"killed, out of memory or not reachable: {error}"
+            sentence = str(error).partition(". ")[0]
+            why = first.reason if first else f"killed, out of memory or not reachable ({sentence})"
             raise RunStopped(f"{self._place}: another process has ended: {why}") from error
         if isinstance(error, StopRequested):
             if self._place.phase in _ALONE:  # else all ranks have agreed to it
@@ -138,11 +140,11 @@ class Watchdog:
                 orphaned = True
                 log.warning("the launcher has ended; stopping as on SIGTERM")
                 signal.pthread_kill(self._main, signal.SIGTERM)
-            left = None if orphaned else who_left()
-            left_for = 0.0 if left is None else left_for + tick
-            if left is not None and left_for > _LEAVE_SECONDS:
-                code = STOPPED if left.stopped else 1
-                self._end(f"another process has ended: {left.reason}", code)
+            self._left = self._left or who_left()
+            left_for = 0.0 if self._left is None else left_for + tick
+            if self._left is not None and left_for > _LEAVE_SECONDS:
+                code = STOPPED if self._left.stopped else 1
+                self._end(f"another process has ended: {self._left.reason}", code)
             patience = _PATIENCE.get(self._place.phase, 1)
             if self._limit is not None and still > self._limit * patience:
                 self._end(
