@@ -271,16 +271,17 @@ def barrier() -> None:
     dist.barrier()
 
 
-def post_left(left: Left) -> None:
+def post_left(left: Left, *, stay: bool) -> None:
     """Let the other ranks know why this one leaves; the first one's reason stands.
 
-    Where rank 0 holds the notes itself, it stays until the others have had time to read them.
+    Args:
+        stay: where rank 0 holds the notes itself, keep them until the others have read them.
     """
     store = _store()
     with suppress(dist.DistError):
         if store is not None and world_size() > 1:
             store.compare_set(_LEFT, "", json.dumps(left))
-            if is_main() and not os.environ.get(_AGENT_STORE):
+            if stay and is_main() and not os.environ.get(_AGENT_STORE):
                 time.sleep(_READ_SECONDS)
 
 

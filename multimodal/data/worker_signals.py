@@ -1,7 +1,7 @@
 """Signals and loader workers: what terminals and launchers send to them too is for the run.
 
-torchrun and terminals signal a whole process group, SLURM all processes of a job step. A worker that
-died of it would end the run before the run could save.
+torchrun and terminals signal a whole process group, SLURM all processes of a job step. A worker
+that died of it would end the run before the run could save.
 """
 
 from __future__ import annotations

@@ -121,12 +121,14 @@ class Watchdog:
             raise RunStopped(f"{self._place}: another process has ended: {why}") from error
         if isinstance(error, StopRequested):
             if self._place.phase in _ALONE:  # else all ranks have agreed to it
-                post_left(Left(error.reason, stopped=True))
+                post_left(Left(error.reason, stopped=True), stay=True)
             return
-        post_left(Left(f"{self._place}: {type(error).__name__}: {error}", stopped=False))
+        told = isinstance(error, ValueError | RunStopped)  # most likely by all ranks
+        reason = f"{self._place}: {type(error).__name__}: {error}"
+        post_left(Left(reason, stopped=False), stay=not told)
         if isinstance(error, SystemExit):
             raise RunStopped(f"{self._place}: sys.exit({error.code}) before the end") from error
-        if not isinstance(error, ValueError | RunStopped | KeyboardInterrupt):
+        if not told and not isinstance(error, KeyboardInterrupt):
             error.add_note(f"on {self._place}")
 
     def _watch(self) -> None:
