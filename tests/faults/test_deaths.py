@@ -1,6 +1,7 @@
 """Processes that die, hang or leave early, through the launchers where users start them
 (F19 to F22, F25)."""
 
+import datetime
 import os
 import re
 import signal
@@ -8,6 +9,7 @@ import socket
 import time
 
 import pytest
+import torch.distributed as dist
 from tools import (
     finish,
     free_port,
@@ -195,15 +197,10 @@ def test_an_error_on_rank_0_only_ends_the_other_at_once(tmp_path, where):
 
 def waited_for_main(seconds):
     """`on_main` of a group whose collectives wait much shorter than rank 0 works."""
-    value = on_main(lambda: time.sleep(seconds) or "done")
-    return value
+    return on_main(lambda: time.sleep(seconds) or "done")
 
 
 def short_group_then(function, *args):
-    import datetime
-
-    import torch.distributed as dist
-
     dist.destroy_process_group()
     port = int(os.environ["MASTER_PORT"]) + 1
     dist.init_process_group(
@@ -235,10 +232,6 @@ def test_an_error_on_any_rank_is_raised_on_all():
 
 
 # --- The watchdog and the launcher ---------------------------------------------------------------
-
-
-class Ended(BaseException):
-    pass
 
 
 @pytest.fixture
