@@ -11,9 +11,9 @@ Seconds are of the clock, and beside them of the processor, which other programs
 the main thread for the steps and for what it does itself in a save, of the rest for the writing.
 From these follow two shares of the time of `--every` steps: `idle`, where a core is free for the
 thread, so that the loop pays for the copy of the state only; and `busy`, where the thread's work
-is taken from the steps in full. `clock` is what the clock says, and means little beside other programs.
-A checkpoint's cost does not grow with the batch, so it is a smaller share of a larger step. The
-first save, which also fetches the memory for the copy, is apart.
+is taken from the steps in full. `clock` is what the clock says, and means little beside other
+programs. A checkpoint's cost does not grow with the batch, so it is a smaller share of a larger
+step. The first save, which also fetches the memory for the copy, is apart.
 """
 
 from __future__ import annotations
