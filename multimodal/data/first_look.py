@@ -15,7 +15,13 @@ from multimodal.data.remote import is_remote
 from multimodal.data.shards import ShardSource, find_shards
 from multimodal.data.tables import check_table
 
-Part = config.ShardsSource | config.TableSource | config.FolderSource | config.HubSource
+Part = (
+    config.ShardsSource
+    | config.TableSource
+    | config.FolderSource
+    | config.HubSource
+    | config.StreamSource
+)
 
 
 def sources_in(settings: object) -> Iterator[Part]:
@@ -50,6 +56,6 @@ def _look(section: Part) -> None:
         case config.FolderSource():
             if not has_pictures(section.path):
                 FolderSource(section.path)
-        case config.ShardsSource() if not is_remote(section.path):
+        case config.ShardsSource() | config.StreamSource() if not is_remote(section.path):
             if not any(shard.exists() for shard in find_shards(section.path)):
                 ShardSource(section.path)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import time
 import urllib.request
 from typing import IO
 from urllib.error import HTTPError
 
-from multimodal.data.remote import filesystem_of, is_remote
+from multimodal.data.remote import filesystem_of, is_remote, patiently
 
-_TRIES = 3
 _PATIENCE = 60
 """Seconds to wait for a connection, or for its next bytes."""
 _PASSED_OVER = 1 << 20
@@ -37,22 +35,23 @@ class Forward:
             FileNotFoundError: when there is no such file.
             OSError: when it cannot be read in three tries.
         """
-        for attempt in range(_TRIES):
-            try:
-                if self._file is None:
-                    self._file = _open(self._address)
-                    self._pass_over(self._file)
-                data = _read(self._file, size)
-                self._given += len(data)
-                return data
-            except FileNotFoundError:
-                raise
-            except Exception as error:  # each store has errors of its own
-                self.close()
-                if attempt == _TRIES - 1:
-                    raise OSError(f"{self._address}: {error}") from error
-                time.sleep(2**attempt)
-        raise AssertionError("the last try returns or raises")
+        data = patiently(lambda: self._read(size))
+        if data is None:
+            raise FileNotFoundError(f"{self._address} is not there")
+        self._given += len(data)
+        return data
+
+    def _read(self, size: int) -> bytes | None:
+        try:
+            if self._file is None:
+                self._file = _open(self._address)
+                self._pass_over(self._file)
+            return _read(self._file, size)
+        except FileNotFoundError:
+            return None
+        except Exception:
+            self.close()
+            raise
 
     def close(self) -> None:
         if self._file is not None:

@@ -229,7 +229,7 @@ class RemoteSource:
         index.parent.mkdir(exist_ok=True)
         try:
             if _described(shard.url + _INDEX, hidden_is_absent=True) is not None:
-                _patiently(lambda: _get(shard.url + _INDEX, index))
+                patiently(lambda: _get(shard.url + _INDEX, index))
                 if (head := stored_head(index, shard.size)) is not None:
                     return head
             held = self._held(shard)
@@ -301,7 +301,7 @@ def find_urls(path: str) -> list[str]:
             continue
         pattern = url if "*" in url else f"{url.rstrip('/')}/*.tar"
         try:
-            urls += _patiently(lambda pattern=pattern: _listed(pattern))
+            urls += patiently(lambda pattern=pattern: _listed(pattern))
         except OSError as error:
             raise ValueError(f"{url}: cannot be listed: {error}") from error
     if not urls:
@@ -369,7 +369,7 @@ def _described(url: str, *, hidden_is_absent: bool = False) -> dict[str, Any] | 
                 raise
             return None
 
-    return _patiently(ask)
+    return patiently(ask)
 
 
 def _may_pass(cause: BaseException | None) -> bool:
@@ -393,7 +393,7 @@ def _download(shard: RemoteShard, target: Path) -> None:
             raise OSError(f"{found} bytes came instead of {shard.size}")
 
     try:
-        _patiently(fetch)
+        patiently(fetch)
     except OSError as error:
         raise OSError(f"{shard.url}: {error}") from error
 
@@ -403,7 +403,7 @@ def _get(url: str, target: Path) -> None:
     filesystem.get_file(path, str(target))
 
 
-def _patiently(ask: Callable[[], T]) -> T:
+def patiently(ask: Callable[[], T]) -> T:
     """Ask a store up to three times, waiting longer each time.
 
     Raises:

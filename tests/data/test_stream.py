@@ -18,7 +18,7 @@ from made_data import StandIn, jpeg, keys_in_order, pairs, write_tar
 from multimodal import config
 from multimodal.config import Augment, Preprocess
 from multimodal.config_io import check
-from multimodal.data import forward
+from multimodal.data import remote
 from multimodal.data.batch import WHOLE_SHARD, Skip
 from multimodal.data.build import open_training
 from multimodal.data.check import check_data
@@ -263,6 +263,7 @@ def test_a_cut_shard_never_passes_in_silence_nor_pairs_wrongly(tmp_path):
         ]
         lost = [item for item in found if isinstance(item, Skip)]
         assert [s.reason for s in lost if s.index == WHOLE_SHARD] == ["truncated shard"], size
+        assert {s.reason for s in lost} <= {"truncated shard", "cut sample"}
         for item in found:
             if isinstance(item, Streamed):
                 assert item.sample.image == b"picture of " + item.sample.key.encode()
@@ -448,7 +449,7 @@ class Server(BaseHTTPRequestHandler):
 @pytest.fixture
 def served(folder, monkeypatch):
     monkeypatch.setenv("no_proxy", "*")
-    monkeypatch.setattr(forward.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(remote.time, "sleep", lambda seconds: None)
     breaks: list[int] = []
     asked: list[str] = []
     handler = partial(Server, root=folder, breaks=breaks, asked=asked)
