@@ -68,7 +68,7 @@ def check_run(config: Config) -> RunReport:
     Raises:
         ValueError: when the machine does not fit, since nothing can be tried then.
     """
-    accelerator = make_accelerator(tracker=None)
+    accelerator = make_accelerator()
     problems: list[str] = []
 
     def attempt(function: Callable[[], T]) -> T | None:

@@ -61,9 +61,8 @@ def train(config: Config) -> None:
         StopRequested: when a signal has asked for it, with a checkpoint of the last step.
     """
     limit = timeout_seconds(config.train.timeout)
-    tracker = None if config.log.wandb.mode == "disabled" else "wandb"
     with Signals() as signals:
-        accelerator = make_accelerator(tracker=tracker, timeout=limit)
+        accelerator = make_accelerator(timeout=limit)
         try:
             with Watchdog(limit, signals) as watch:
                 _train(config, accelerator, watch)
@@ -138,7 +137,7 @@ def _run(
     meter, clock, due = Meter(), Clock(config), False
 
     with (
-        Report(config, accelerator, start_step=start, total_steps=schedule.total_steps) as report,
+        Report(config, start_step=start, total_steps=schedule.total_steps) as report,
         Saver(config, checkpoints, found) as saver,
     ):
         guard = Guard(config, schedule, report, found, shards=len(source.groups()))

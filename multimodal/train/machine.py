@@ -34,11 +34,10 @@ _LATER = 60
 _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 
-def make_accelerator(*, tracker: str | None, timeout: float | None = None) -> Accelerator:
+def make_accelerator(*, timeout: float | None = None) -> Accelerator:
     """Join the process group and choose the device.
 
     Args:
-        tracker: what Accelerate also logs to, such as `wandb`.
         timeout: seconds without a sign of life after which a run counts as hung; None is never.
 
     Raises:
@@ -52,7 +51,6 @@ def make_accelerator(*, tracker: str | None, timeout: float | None = None) -> Ac
     # Without `cpu`, Accelerate makes each of several CPU processes a run of its own.
     accelerator = Accelerator(
         cpu=on_cpu and asked > 1,
-        log_with=tracker,
         kwargs_handlers=[InitProcessGroupKwargs(timeout=limit)],
     )
     if accelerator.num_processes != asked:

@@ -18,7 +18,6 @@ import hashlib
 import json
 import logging
 import math
-import secrets
 import sys
 import time
 from collections import Counter
@@ -27,7 +26,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from accelerate import Accelerator
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -35,6 +33,7 @@ from multimodal.config import Config
 from multimodal.data.batch import Skip, hash64
 from multimodal.distributed import gather_rows, is_main
 from multimodal.files import to_disk, write_atomically
+from multimodal.train.tracker import Tracker
 
 log = logging.getLogger(__name__)
 
@@ -42,8 +41,6 @@ Row = dict[str, Any]
 _ROWS = ("metrics.jsonl", "skipped.jsonl", "nonfinite.jsonl")
 _SKIPPED_SUMMARY = "skipped_summary.json"
 _PLACES_SHOWN = 5
-_INIT_SECONDS = 10
-"""How long a start waits for the W&B server before it goes on offline."""
 
 
 class Report:
@@ -54,11 +51,9 @@ class Report:
             behind, are dropped, so that each step has one row.
     """
 
-    def __init__(
-        self, config: Config, accelerator: Accelerator, *, start_step: int, total_steps: int
-    ):
+    def __init__(self, config: Config, *, start_step: int, total_steps: int):
         self._run = Path(config.run)
-        self._accelerator = accelerator
+        self._tracker: Tracker | None = None
         self._bar: Progress | None = None
         self._streams: list[tuple[logging.StreamHandler, Any]] = []
         if not is_main():
@@ -69,7 +64,7 @@ class Report:
             _reason_and_place(r) for r in read_rows(self._run / "skipped.jsonl")
         )
         if config.log.wandb.mode != "disabled":
-            _start_wandb(accelerator, config)
+            self._tracker = Tracker(config)
         if Console(stderr=True).is_terminal:
             self._bar = _progress_bar()
             self._task = self._bar.add_task("train", total=total_steps, completed=start_step)
@@ -87,8 +82,8 @@ class Report:
             handler.setStream(stream)
         if is_main():
             self._sum_up_skips()
-        for tracker in self._accelerator.trackers:
-            tracker.finish()
+        if self._tracker is not None:
+            self._tracker.finish()
 
     def step(self, step: int) -> None:
         """Move the progress bar."""
@@ -107,15 +102,14 @@ class Report:
             self._bar.update(self._task, description=text)
         else:
             log.info("step %d  epoch %.2f  %s", row["step"], row["epoch"], text)
-        self._write(row, {k: v for k, v in row.items() if k != "step"})
+        self._append("metrics.jsonl", row)
 
     def evaluation(self, step: int, name: str, metrics: Row) -> None:
         """Write the figures of one evaluation."""
         if not is_main():
             return
         log.info("step %d  %s: %s", step, name, ", ".join(_shown(metrics)))
-        tracked = {f"{name}/{k}": v for k, v in metrics.items() if v is not None}
-        self._write({"step": step, "eval": name, **metrics}, tracked)
+        self._append("metrics.jsonl", {"step": step, "eval": name, **metrics})
 
     def skips(self, step: int, skips: Iterable[Skip]) -> None:
         """Write one row for each unreadable sample."""
@@ -162,10 +156,6 @@ class Report:
         for name in _ROWS:
             if is_main() and (self._run / name).exists():
                 to_disk(self._run / name)
-
-    def _write(self, row: Row, tracked: Row) -> None:
-        self._append("metrics.jsonl", row)
-        self._accelerator.log(tracked, step=row["step"])
 
     def _append(self, name: str, row: Row) -> None:
         with (self._run / name).open("a", encoding="utf-8") as file:
@@ -233,36 +223,6 @@ def drop_rows_after(path: Path, step: int) -> None:
     kept = [json.dumps(row) + "\n" for row in read_rows(path) if row["step"] <= step]
     if path.read_text(encoding="utf-8") != "".join(kept):
         write_atomically(path, lambda file: file.write_text("".join(kept), encoding="utf-8"))
-
-
-def _start_wandb(accelerator: Accelerator, config: Config) -> None:
-    """Begin W&B's copy in the run folder's `wandb/`; without a server it goes on offline."""
-    run, section = Path(config.run), config.log.wandb
-    (run / "wandb").mkdir(exist_ok=True)
-    name = run / "wandb" / "id"
-    if not name.exists():
-        name.write_text(secrets.token_hex(4))
-    settings = {"dir": str(run), "id": name.read_text(), "name": run.name}
-
-    def start(**mode: Any) -> None:
-        accelerator.init_trackers(
-            section.project,
-            config=config.model_dump(),
-            init_kwargs={"wandb": {**settings, **mode}},
-        )
-
-    if section.mode == "online":
-        try:
-            import wandb
-
-            patience = wandb.Settings(init_timeout=_INIT_SECONDS)
-            start(mode="online", resume="allow", settings=patience)
-            return
-        except Exception as error:  # whatever it is, the run does not need W&B
-            log.warning("W&B cannot be reached (%s); logging offline instead", error)
-            accelerator.trackers.clear()
-            wandb.teardown()  # else the failed start keeps the run's id
-    start(mode="offline")
 
 
 def _progress_bar() -> Progress:

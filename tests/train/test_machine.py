@@ -13,7 +13,7 @@ from multimodal.train.machine import make_accelerator
 def attempt(settings):
     os.environ |= settings
     try:
-        accelerator = make_accelerator(tracker=None)
+        accelerator = make_accelerator()
     except ValueError as error:
         return str(error)
     return accelerator.num_processes, accelerator.device.type, accelerator.mixed_precision

@@ -5,7 +5,6 @@ import logging
 import time
 
 import pytest
-from accelerate import Accelerator
 from tools import make_shards, on_ranks, tiny_config
 
 from multimodal.data.batch import Skip
@@ -76,7 +75,7 @@ def row(step):
 def report(tmp_path):
     (tmp_path / "run").mkdir()
     config = tiny_config(tmp_path / "run", make_shards(tmp_path / "data", 3))
-    return Report(config, Accelerator(cpu=True), start_step=0, total_steps=5)
+    return Report(config, start_step=0, total_steps=5)
 
 
 def test_what_is_reported_is_in_the_files_and_in_the_log(report, tmp_path, caplog):
@@ -113,7 +112,7 @@ def test_a_terminal_gets_a_bar_and_the_log_goes_above_it(report, tmp_path, monke
     logging.getLogger().addHandler(handler)
     try:
         stream = handler.stream
-        with Report(config, Accelerator(cpu=True), start_step=2, total_steps=5) as bar:
+        with Report(config, start_step=2, total_steps=5) as bar:
             assert handler.stream is not stream
             logging.getLogger("multimodal").warning("hello above")
             bar.step(3)
