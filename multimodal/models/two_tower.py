@@ -104,11 +104,12 @@ class TwoTower(nn.Module):
 
     def train(self, mode: bool = True) -> "TwoTower":
         super().train(mode)
-        for module in chain.from_iterable(map(self._modules_of, self._frozen)):
+        for module in chain.from_iterable(map(self.modules_of, self._frozen)):
             module.eval()
         return self
 
-    def _modules_of(self, part: Part) -> Sequence[nn.Module]:
+    def modules_of(self, part: Part) -> Sequence[nn.Module]:
+        """The modules that hold a part's parameters."""
         match part:
             case "image":
                 return self.image, self.image_projection
@@ -118,7 +119,7 @@ class TwoTower(nn.Module):
                 return (self.temperature,)
 
     def _parameters_of(self, part: Part) -> Iterator[nn.Parameter]:
-        return chain.from_iterable(module.parameters() for module in self._modules_of(part))
+        return chain.from_iterable(module.parameters() for module in self.modules_of(part))
 
     def checkpoint_activations(self, mode: Checkpointing) -> None:
         """Choose what the backward pass computes again instead of storing it."""

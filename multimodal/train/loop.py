@@ -18,6 +18,7 @@ from multimodal.evaluate.report import print_results
 from multimodal.losses.build import build_loss
 from multimodal.train.checkpoint import Checkpoint, Checkpoints
 from multimodal.train.clock import Clock
+from multimodal.train.diagnostics import Diagnostics
 from multimodal.train.evaluating import evaluate_due, finish
 from multimodal.train.guard import Guard
 from multimodal.train.machine import make_accelerator
@@ -125,6 +126,7 @@ def _run(
     optimizer = build_optimizer(pretrained.model, config.optim)
     if found:
         load_optimizer(found.path, optimizer)
+    diagnostics = Diagnostics(schedule, pretrained, accelerator, found)
     model = accelerator.prepare_model(pretrained.model.train())
     loss = build_loss(config.loss)
     rehearse(model, loss, pretrained, accelerator=accelerator)
@@ -134,7 +136,7 @@ def _run(
     batches = iter(
         training_batches(config, source, pretrained, start=start, end=schedule.total_steps)
     )
-    meter, clock, due = Meter(), Clock(config), False
+    meter, clock, due, minutes = Meter(), Clock(config), False, (0.0, 0.0)
 
     with (
         Report(config, start_step=start, total_steps=schedule.total_steps) as report,
@@ -146,7 +148,8 @@ def _run(
             watch.at("save", step)
             report.flush()
             state = _state(config, source, schedule, step, fingerprint)
-            state |= guard.state() | {"micro_batch_size": micro_batch_size}
+            state |= guard.state() | diagnostics.state()
+            state["micro_batch_size"] = micro_batch_size
             saver.save(state, pretrained, optimizer)
 
         def evaluated(step: int, minutes: tuple[float, float] = (0.0, 0.0)) -> bool:
@@ -159,6 +162,7 @@ def _run(
         if found is not None:
             evaluated(start)
         for step in range(start + 1, schedule.total_steps + 1):
+            logs = schedule.is_time(config.log.every, step, minutes=minutes)
             meter.start()
             watch.at("data", step)
             batch = next(batches)
@@ -176,15 +180,18 @@ def _run(
                 clip_grad_norm=config.optim.clip_grad_norm,
                 micro_batch_size=micro_batch_size,
                 stop=watch.signals.requested is not None,
+                look=diagnostics.look if logs else None,
             )
             meter.done(schedule.batch_size)
             minutes = clock.tick()
             report.step(step)
             guard.check(step, result, batch, saver.newest)
+            diagnostics.check(step, result, batch, report)
 
-            if schedule.is_time(config.log.every, step, minutes=minutes):
+            if logs:
                 row = _row(schedule, step, result, batch_hash(batch.keys))
                 row |= result.metrics | meter.figures() | guard.counts()
+                row |= diagnostics.speed(row["samples_per_second"], batch)
                 row |= samples_by_source(source, config.seed, schedule.samples(step))
                 report.metrics(row)
                 meter.restart()

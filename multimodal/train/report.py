@@ -2,14 +2,15 @@
 
 `metrics.jsonl` is the source of truth: one JSON object a line, either a training row (`step, epoch,
 samples, loss, lr, grad_norm, logit_scale, batch_hash, image_to_text_top1, text_to_image_top1,
-positive_similarity, negative_similarity, samples_per_second, data_wait, skipped, nonfinite`, and
-`logit_bias` where there is one) or an evaluation (`step, eval, METRIC...`). The top-1 shares and
-mean cosines are over the step's batch, as `losses.metrics.LossMetrics` defines them.
-`samples_per_second` and `data_wait`, the share of the time spent waiting for data, are over the
-steps since the row before, on rank 0, without evaluations and checkpoints. `skipped` counts
-unreadable samples and `nonfinite` the steps left out, both since the run's start; `skipped.jsonl`
-and `nonfinite.jsonl` list them. `skipped_summary.json` counts the unreadable ones by reason and by
-shard, table or folder. A number that is not finite is written as null.
+positive_similarity, negative_similarity, samples_per_second, data_wait, skipped, nonfinite`, the
+columns of `train.diagnostics`, and `logit_bias` where there is one) or an evaluation (`step, eval,
+METRIC...`). The top-1 shares and mean cosines are over the step's batch, as
+`losses.metrics.LossMetrics` defines them. `samples_per_second` and `data_wait`, the share of the
+time spent waiting for data, are over the steps since the row before, on rank 0, without evaluations
+and checkpoints. `skipped` counts unreadable samples and `nonfinite` the steps left out, both since
+the run's start; `skipped.jsonl` and `nonfinite.jsonl` list them, and `spikes.jsonl` the steps whose
+loss left its band. `skipped_summary.json` counts the unreadable ones by reason and by shard, table
+or folder. A number that is not finite is written as null.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from multimodal.train.tracker import Tracker
 log = logging.getLogger(__name__)
 
 Row = dict[str, Any]
-_ROWS = ("metrics.jsonl", "skipped.jsonl", "nonfinite.jsonl")
+_ROWS = ("metrics.jsonl", "skipped.jsonl", "nonfinite.jsonl", "spikes.jsonl")
 _SKIPPED_SUMMARY = "skipped_summary.json"
 _PLACES_SHOWN = 5
 
@@ -130,6 +131,17 @@ class Report:
             *(row["step"], row["loss"], row["grad_norm"], len(row["suspects"])),
         )
         self._append("nonfinite.jsonl", row)
+
+    def spike(self, row: Row) -> None:
+        """Write the row of a step whose loss left its band."""
+        if not is_main():
+            return
+        log.warning(
+            "step %d: loss %.4f is above %.4f, the band of the steps before it; spikes.jsonl lists "
+            "its samples",
+            *(row["step"], row["loss"], row["limit"]),
+        )
+        self._append("spikes.jsonl", row)
 
     def _sum_up_skips(self) -> None:
         """Say at the end of the run, whatever ended it, what was unreadable and where."""

@@ -4,6 +4,7 @@ config.yaml      the resolved configuration
 metrics.jsonl    one row for each logged step and each evaluation
 skipped.jsonl    one row for each unreadable sample; skipped_summary.json counts them at the end
 nonfinite.jsonl  one row for each step left out, since its loss or gradient was not finite
+spikes.jsonl     one row for each step whose loss left the band of those before, with its samples
 checkpoints/     what a run resumes from
 results.json, report.png, model/     written at the end, in this order
 """

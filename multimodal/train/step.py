@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -12,9 +13,12 @@ from torch import Tensor, nn
 from multimodal.data.batch import Batch
 from multimodal.distributed import all_reduce_sum, gather_objects, gradient_norm, rank, world_size
 from multimodal.losses.pairs import PairLoss
-from multimodal.models.two_tower import Features
+from multimodal.models.two_tower import Features, TwoTower
 from multimodal.train.gradient import LocalLoss, add_gradient, copied_buffers, restore_buffers
 from multimodal.weights.pretrained import Pretrained
+
+Look = Callable[[TwoTower, Features], dict[str, float]]
+"""Figures of a step, of the model and this rank's features; called on all ranks."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,7 @@ class StepResult:
     finite: bool = True
     """Whether loss and gradient were, on all ranks. If not, the step changed nothing."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """What the loss noticed, by the names of `LossMetrics`."""
+    """What the loss noticed, by the names of `LossMetrics`, and what `look` saw."""
     stop: bool = False
     """Whether any rank wants to stop after this step."""
     suspects: tuple[str, ...] = ()
@@ -53,6 +57,7 @@ def train_step(
     clip_grad_norm: float | None,
     micro_batch_size: int | None = None,
     stop: bool = False,
+    look: Look | None = None,
 ) -> StepResult:
     """Train on one batch.
 
@@ -67,6 +72,7 @@ def train_step(
         micro_batch_size: rows that the device holds activations of; None is all. It changes what
             dropout draws and the order of sums, and nothing else.
         stop: whether this rank wants to stop after the step; all ranks get to know.
+        look: further figures for `metrics`, from the gradients before they are clipped.
     """
     buffers = copied_buffers(model)
     local = add_gradient(
@@ -79,6 +85,9 @@ def train_step(
     )
     norm = gradient_norm(model)
     result = _agree(local, norm, skipped=len(batch.skipped), stop=stop)
+    if look is not None:
+        figures = look(accelerator.unwrap_model(model), local.features)
+        result = replace(result, metrics=result.metrics | figures)
     if result.finite:
         if clip_grad_norm is not None:
             nn.utils.clip_grads_with_norm_(model.parameters(), clip_grad_norm, norm)

@@ -3,8 +3,9 @@
     python -P wandb_copy.py METRICS OFFSET < settings
 
 `tracker.Tracker` starts it. Standard input brings one line, what `wandb.init` takes as JSON, and
-ends with the run. Standard output takes lines `LEVEL TEXT` for the run's log. It
-copies the rows from the byte OFFSET on and follows the file as `tail -f` does, so neither a slow server nor an error can reach the run.
+ends with the run. Standard output takes lines `LEVEL TEXT` for the run's log. It copies the rows
+from the byte OFFSET on and follows the file as `tail -f` does, so neither a slow server nor an
+error can reach the run.
 
 A row is sent with its own `step` as the horizontal axis of all charts. W&B's step, which it counts
 itself, only ever grows, whereas it would drop the rows of a resumed run whose step is lower.
@@ -18,6 +19,7 @@ import select
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
@@ -96,7 +98,7 @@ def _copy(settings: dict[str, Any], told: TextIO, begun: Callable[[], Any]) -> N
 
 
 def tracked(row: dict[str, Any]) -> dict[str, Any]:
-    """A row of `metrics.jsonl` under the names that W&B shows; an evaluation's are `NAME/METRIC`."""
+    """A row of `metrics.jsonl` under W&B's names; those of an evaluation are `NAME/METRIC`."""
     prefix = f"{row['eval']}/" if "eval" in row else ""
     columns = {k: v for k, v in row.items() if k not in ("step", "eval") and v is not None}
     return {"step": row["step"], **{prefix + k: v for k, v in columns.items()}}
@@ -114,10 +116,8 @@ def _follow(rows: BinaryIO) -> Iterator[dict[str, Any]]:
 
 
 def _tell(told: TextIO, level: str, text: str) -> None:
-    try:
+    with suppress(OSError):  # the run is dead
         print(level, text, file=told, flush=True)
-    except OSError:  # the run is dead
-        pass
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ class Run:
 
     def __init__(self, mode, dir, fault):
         self.mode, self.fault, self.steps = mode, fault, 0
-        self.folder = os.path.join(dir, "wandb", {"online": "online-run-1", "offline": "offline-run-1"}[mode])
+        self.folder = os.path.join(dir, "wandb", mode + "-run-1")
         self.dir = os.path.join(self.folder, "files")
         os.makedirs(self.folder, exist_ok=True)
 
