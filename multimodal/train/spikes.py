@@ -10,7 +10,7 @@ _WINDOW = 100
 """Losses that make the band."""
 _FEWEST = 20
 """Before which none is judged."""
-_WIDTHS = 6.0
+_WIDTHS = 5.0
 _SIGMA = 1.4826
 """A normal distribution's standard deviation in median absolute deviations."""
 _SHARE = 0.2
@@ -18,7 +18,7 @@ _SHARE = 0.2
 
 
 class LossBand:
-    """The band of the last 100 finite losses: up to their median plus six standard deviations.
+    """The band of the last 100 finite losses: up to their median plus five standard deviations.
 
     The deviation is taken from the median absolute deviation, so that spikes do not widen the band,
     and the band is never narrower than a fifth of the median. A level that stays is accepted once

@@ -23,7 +23,10 @@ from multimodal.train.loop import train
 COLUMNS = [
     *("step", "epoch", "samples", "loss", "lr", "grad_norm", "logit_scale", "batch_hash"),
     *LossMetrics._fields,
-    *("samples_per_second", "data_wait", "skipped", "nonfinite"),
+    *("image_grad_norm", "text_grad_norm", "temperature_grad_norm"),
+    *("alignment", "image_uniformity", "text_uniformity", "modality_gap"),
+    *("image_effective_rank", "text_effective_rank", "peak_memory_mb"),
+    *("samples_per_second", "data_wait", "skipped", "nonfinite", "mfu"),
 ]
 EXACT = ("step", "loss", "lr", "grad_norm", "logit_scale", "batch_hash", "skipped")
 EXACT += LossMetrics._fields
