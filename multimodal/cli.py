@@ -389,7 +389,7 @@ def pack(
     epilog=_verbatim(
         "Examples:\n  multimodal check photos/ --html check.html\n"
         "  multimodal check configs/recipes/quickstart.yaml optim.lr=1e-3\n\n"
-        "Exit code 1 when a config would fail."
+        "Exit code 2 when a config would fail; warnings leave it at 0."
     ),
 )
 def check(
@@ -439,23 +439,23 @@ def check(
                 threads=os.cpu_count() or 1,
                 progress=advance,
             )
-    problems, advice = [], []
+    problems, warnings = [], []
     if run is not None and config is not None:
-        from multimodal.train.check import data_advice, data_problems
+        from multimodal.train.check import data_problems, data_warnings
 
         problems = run.problems + (data_problems(config, data) if data is not None else [])
-        advice = data_advice(config, data) if data is not None else []
+        warnings = run.warnings + (data_warnings(config, data) if data is not None else [])
     if html is not None and data is not None:
         html.write_text(check_page.html_page(data), encoding="utf-8", errors="replace")
     if as_json:
         found = {"data": None if data is None else data.as_dict()}
         if run is not None:
-            found |= {"problems": problems, "advice": advice, "run": run.facts}
+            found |= {"problems": problems, "warnings": warnings, "run": run.facts}
         typer.echo(json.dumps(found, indent=2))
     else:
-        check_page.print_report(data, run.facts if run else {}, problems, advice)
+        check_page.print_report(data, run.facts if run else {}, problems, warnings)
     if problems:
-        sys.exit(1)
+        sys.exit(2)
 
 
 def _look_for_model(model: str) -> None:

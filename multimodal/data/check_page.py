@@ -64,30 +64,40 @@ def print_report(
     report: DataReport | None,
     run: Mapping[str, object],
     problems: Sequence[str],
-    advice: Sequence[str],
+    warnings: Sequence[str],
 ) -> None:
     """Show all on the console.
 
     Args:
         run: facts about a run on these data.
         problems: what would stop it.
-        advice: what could be better.
+        warnings: what could be better.
     """
     console = Console()
     if report is not None:
         facts = Table("fact", "value")
-        for name, value in [*summary(report), *((name, str(x)) for name, x in run.items())]:
+        plain = [(name, str(x)) for name, x in run.items() if not isinstance(x, Mapping)]
+        for name, value in [*summary(report), *plain]:
             facts.add_row(name, value)
         head, *rows = spread_rows(report)
         spreads = Table(*head)
         for row in rows:
             spreads.add_row(*row)
         console.print(facts, spreads)
+        if isinstance(memory := run.get("memory"), Mapping):
+            console.print(_memory_table(memory))
         for line in broken_lines(report)[:_BROKEN_SHOWN]:
             console.print(f"broken: {line}", markup=False, highlight=False, soft_wrap=True)
-    lines = [f"problem: {x}" for x in problems] + [f"advice: {x}" for x in advice]
+    lines = [f"problem: {x}" for x in problems] + [f"warning: {x}" for x in warnings]
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _memory_table(memory: Mapping[str, Mapping[str, float | None]]) -> Table:
+    table = Table("memory of a process", "run, MB", "dry step, MB", "measured, MB")
+    for part, row in memory.items():
+        table.add_row(part, *("" if x is None else f"{x:,.1f}" for x in row.values()))
+    return table
 
 
 def html_page(report: DataReport) -> str:

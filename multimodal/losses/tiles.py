@@ -31,6 +31,12 @@ class Tile(NamedTuple):
     """[m] view into the logits: each picture with its own text."""
 
 
+def tile_rows(pairs: int, own: int, device_type: str) -> int:
+    """Rows of a tile, on a process with `own` of all pairs."""
+    size = _TILE.get(device_type, _TILE_ELSEWHERE)
+    return min(max(size // pairs, _FEWEST_ROWS), own)
+
+
 def logit_tiles(
     image: Tensor, texts: Tensor, scale: Tensor, first: int, duplicates: Duplicates | None
 ) -> Iterator[Tile]:
@@ -42,9 +48,8 @@ def logit_tiles(
         scale: scalar.
         first: which text belongs to row 0.
     """
-    size = _TILE.get(image.device.type, _TILE_ELSEWHERE)
-    m = max(size // len(texts), _FEWEST_ROWS)
-    memory = image.new_empty(min(m, len(image)), len(texts))
+    m = tile_rows(len(texts), len(image), image.device.type)
+    memory = image.new_empty(m, len(texts))
     for start in range(0, len(image), m):
         rows = slice(start, min(start + m, len(image)))
         logits = memory[: rows.stop - start]

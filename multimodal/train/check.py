@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from accelerate import Accelerator
 
@@ -20,10 +20,23 @@ from multimodal.data.loader import step_positions
 from multimodal.data.stream import TrainingSource
 from multimodal.distributed import world_size
 from multimodal.losses.build import build_loss
+from multimodal.models.two_tower import Features, TwoTower
 from multimodal.train.checkpoint import Checkpoints
 from multimodal.train.machine import make_accelerator
 from multimodal.train.micro_batch import check_micro_batch_size
 from multimodal.train.optim import build_optimizer
+from multimodal.train.plan import (
+    device_bytes,
+    evaluation_hours,
+    held_bytes,
+    memory_table,
+    peak_bytes,
+    plan_warnings,
+    predict,
+    saved_bytes,
+    sizes_of,
+    step_seconds,
+)
 from multimodal.train.run_folder import changed_settings, locked
 from multimodal.train.schedule import Schedule, plan
 from multimodal.train.start import (
@@ -54,8 +67,13 @@ class RunReport:
     problems: list[str]
     facts: dict[str, Any]
     """`steps`, `epochs`, `parameters`, `checkpoint_bytes`; of this process, `data_per_second` and
-    `compute_per_second` in samples, which of them is the `limit`, and the `hours` that follow for
-    all processes. What a problem has kept from being found is missing."""
+    `compute_per_second` in samples, which of them is the `limit`, and `data_wait`, the share of its
+    time that the device will wait for data; `step_seconds` of the whole batch, `hours` of training
+    and `evaluation_hours` of embedding for evaluations, as if all processes were as fast and their
+    talk cost nothing; `memory` as `plan.memory_table` has it. What a problem has kept from being
+    found is missing."""
+    warnings: list[str]
+    """Doubts about a run that would not fail."""
     source: TrainingSource | None
     pretrained: Pretrained | None
 
@@ -86,7 +104,7 @@ def check_run(config: Config) -> RunReport:
     attempt(lambda: check_evaluations(config))
     source = attempt(lambda: open_training(config.data.train))
     if source is None:
-        return RunReport(problems, facts, None, None)
+        return RunReport(problems, facts, [], None, None)
     attempt(lambda: check_shards(source, config.data))
     schedule = attempt(lambda: plan(train, config.optim, data_size=len(source)))
     pretrained = attempt(lambda: starting_model(config, source, None, accelerator.device))
@@ -95,7 +113,10 @@ def check_run(config: Config) -> RunReport:
         attempt(lambda: _check_space(config, facts["checkpoint_bytes"]))
         if not problems:
             attempt(lambda: facts.update(_rates(config, accelerator, source, pretrained, schedule)))
-    return RunReport(problems, facts, source, pretrained)
+    warnings = []
+    if schedule is not None:
+        warnings = plan_warnings(config, schedule, facts, device_bytes(accelerator.device))
+    return RunReport(problems, facts, warnings, source, pretrained)
 
 
 def data_problems(config: Config, report: DataReport) -> list[str]:
@@ -109,20 +130,20 @@ def data_problems(config: Config, report: DataReport) -> list[str]:
     ]
 
 
-def data_advice(config: Config, report: DataReport) -> list[str]:
+def data_warnings(config: Config, report: DataReport) -> list[str]:
     """What could be better for these data, though the run would not fail."""
-    advice = []
+    found = []
     if config.loss.duplicates == "negative" and report.repeated_captions > _MANY * report.looked_at:
-        advice.append(
+        found.append(
             f"{report.repeated_captions} captions repeat others, and each is a wrong negative of "
             "its equals; set loss.duplicates=positive or ignore"
         )
     if report.cut and report.cut > _MANY * report.looked_at:
-        advice.append(
+        found.append(
             f"{report.cut} captions are longer than model.text.context_length="
             f"{report.context_length}, and their ends are not read; lengthen it, or shorten them"
         )
-    return advice
+    return found
 
 
 def _check_folder(config: Config) -> None:
@@ -184,25 +205,48 @@ def _rates(
     assert batch is not None, "a run has a step"
     data = count / (time.perf_counter() - started)
     del batches  # and with it the workers, which would take time from the device
-    compute = _compute_rate(config, accelerator, pretrained, batch)
+    dry = _dry_run(config, accelerator, pretrained, batch)
+    compute = dry.pairs_per_second
     slower = min(data, compute) * world_size()
     return {
         "data_per_second": round(data, 1),
         "compute_per_second": round(compute, 1),
+        "data_wait": round(max(0.0, 1 - data / compute), 3),
+        "step_seconds": round(dry.step_seconds, 4),
+        "memory": dry.memory,
+        "evaluation_hours": round(evaluation_hours(config, pretrained, schedule), 4),
         "limit": "data" if data < compute else "compute",
         "hours": round(schedule.samples(schedule.total_steps) / slower / 3600, 2),
     }
 
 
-def _compute_rate(
+class _DryRun(NamedTuple):
+    pairs_per_second: float
+    step_seconds: float
+    """Of a step of the run, if all processes are as fast and their talk costs nothing."""
+    memory: dict[str, dict[str, float | None]]
+
+
+def _dry_run(
     config: Config, accelerator: Accelerator, pretrained: Pretrained, batch: Batch
-) -> float:
+) -> _DryRun:
+    """Some steps on a part of a batch."""
     prepare(pretrained.model.train(), config.train)
+    device = accelerator.device
+    local, setting = len(batch.keys), config.train.micro_batch_size
+    dry = min(local, _LARGEST)
+    micro = min(setting, local) if isinstance(setting, int) else local
+    part = batch.part(slice(0, dry))
+    with accelerator.autocast():
+        sizes = sizes_of(pretrained.model, batch, device)
+        kept = saved_bytes(pretrained.model, part.part(slice(0, min(micro, dry))), device)
     model = accelerator.prepare_model(pretrained.model)
     optimizer, loss = build_optimizer(pretrained.model, config.optim), build_loss(config.loss)
-    micro = config.train.micro_batch_size
-    size = min(len(batch.keys), _LARGEST)
-    part = batch.part(slice(0, size))
+    gradients: list[int] = []
+
+    def look(tower: TwoTower, _: Features) -> dict[str, float]:
+        gradients.append(sum(p.grad.nbytes for p in tower.parameters() if p.grad is not None))
+        return {}
 
     def step(number: int) -> float:
         started = time.perf_counter()
@@ -216,11 +260,26 @@ def _compute_rate(
             seed=config.seed,
             lr=config.optim.lr,
             clip_grad_norm=config.optim.clip_grad_norm,
-            micro_batch_size=micro if isinstance(micro, int) else None,
+            micro_batch_size=micro,
+            look=look if number == 0 else None,
         )
         if not result.finite:
             raise ValueError("the first step's loss or gradient is not finite; look at the data")
         return time.perf_counter() - started
 
-    step(0)
-    return size / min(step(1), step(2))
+    peak = peak_bytes(device, lambda: step(0))
+    measured = held_bytes(pretrained.model, optimizer)
+    measured |= {"gradients": gradients[0], "activations": kept}
+    if peak is not None:
+        measured["together"] = measured["parameters"] + peak
+    whole = config.train.batch_size
+    memory = {
+        "run": predict(sizes, local=local, micro=micro, whole=whole, device=device.type),
+        "dry_step": predict(sizes, local=dry, micro=micro, whole=dry, device=device.type),
+    }
+    rate = dry / min(step(1), step(2))
+    return _DryRun(
+        rate,
+        step_seconds(rate, local=local, micro=micro, dry=dry),
+        memory_table(memory["run"], memory["dry_step"], measured),
+    )

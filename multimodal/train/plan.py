@@ -39,17 +39,6 @@ _WAIT = 0.05
 """Of a step's time that is worth a word."""
 
 
-class Part(NamedTuple):
-    """Bytes of one thing that takes memory."""
-
-    run: int
-    """Predicted for the run as configured, on each process."""
-    dry: int
-    """Predicted for the dry step."""
-    measured: int | None
-    """In the dry step; None where this device does not tell."""
-
-
 def saved_bytes(model: TwoTower, batch: Batch, device: torch.device) -> int:
     """Bytes that a forward pass keeps for the backward pass, besides the parameters."""
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
@@ -65,7 +54,7 @@ def saved_bytes(model: TwoTower, batch: Batch, device: torch.device) -> int:
 
     moved = batch.to(device)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        model(moved.images, moved.tokens, moved.lengths)
+        model.forward(moved.images, moved.tokens, moved.lengths)
     return sum(kept.values())
 
 
@@ -133,13 +122,37 @@ def predict(sizes: Sizes, *, local: int, micro: int, whole: int, device: str) ->
     }
 
 
-def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    """Bytes that are held between steps, as they are."""
+def held_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """Bytes that are held after a step, as they are."""
     states = [x for s in optimizer.state.values() for x in s.values() if isinstance(x, Tensor)]
     tensors = [*model.parameters(), *model.buffers()]
     return {
         "parameters": sum(x.nbytes for x in tensors),
         "optimizer": sum(x.nbytes for x in states if x.dim()),
+    }
+
+
+def memory_table(
+    run: dict[str, int], dry: dict[str, int], measured: dict[str, int]
+) -> dict[str, dict[str, float | None]]:
+    """Megabytes (10^6 bytes) of each part, of all together, and of a checkpoint on the disk.
+
+    Returns:
+        By part: `run_mb`, predicted for the run on each process; `dry_mb`, predicted for a step on
+        a part of a batch; `measured_mb` in that step, or None where it cannot be told.
+    """
+    parts = {name: (run[name], dry[name]) for name in run}
+    parts["together"] = (sum(run.values()), sum(dry.values()))
+    saved = ("parameters", "optimizer")
+    parts["checkpoint"] = (sum(run[name] for name in saved), sum(dry[name] for name in saved))
+    measured = {**measured, "checkpoint": sum(measured[name] for name in saved)}
+    return {
+        name: {
+            "run_mb": round(of_run / 1e6, 2),
+            "dry_mb": round(of_dry / 1e6, 2),
+            "measured_mb": round(measured[name] / 1e6, 2) if name in measured else None,
+        }
+        for name, (of_run, of_dry) in parts.items()
     }
 
 
@@ -168,9 +181,7 @@ def evaluation_hours(config: Config, pretrained: Pretrained, schedule: Schedule)
         if not indices:
             continue
         started, texts = time.perf_counter(), []
-        for batch, _ in pretrained.encode_source(
-            source, indices, batch_size=_EVALUATED, workers=0
-        ):
+        for batch, _ in pretrained.encode_source(source, indices, batch_size=_EVALUATED, workers=0):
             texts += [text for captions in batch.captions for text in captions]
         if section.kind == "retrieval" and texts:
             pretrained.encode_text(texts)
@@ -282,16 +293,16 @@ def _length_warnings(config: Config, schedule: Schedule) -> list[str]:
 
 def _cost_warnings(config: Config, facts: dict[str, Any], memory: int | None) -> list[str]:
     found = []
-    needed = sum(part["run_mb"] for part in facts.get("memory", {}).values())
+    needed = facts["memory"]["together"]["run_mb"] if "memory" in facts else 0.0
     if memory is not None and 1e6 * needed > memory:
         found.append(
             f"a step needs about {needed / 1e3:.1f} GB and the device has {memory / 1e9:.1f} GB; "
             "lower train.micro_batch_size, or set train.checkpoint_activations"
         )
-    if facts.get("evaluation_hours", 0) > facts.get("training_hours", float("inf")):
+    if facts.get("evaluation_hours", 0) > facts.get("hours", float("inf")):
         found.append(
             f"the evaluations take {facts['evaluation_hours']:.2g} hours and training "
-            f"{facts['training_hours']:.2g}; evaluate on less data, or lengthen evaluate.*.every"
+            f"{facts['hours']:.2g}; evaluate on less data, or lengthen evaluate.*.every"
         )
     if facts.get("data_wait", 0) > _WAIT:
         found.append(

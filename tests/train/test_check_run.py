@@ -10,7 +10,7 @@ from multimodal.config_io import check
 from multimodal.data.build import open_source
 from multimodal.data.check import check_data
 from multimodal.models.build import build_model
-from multimodal.train.check import check_run, data_advice, data_problems
+from multimodal.train.check import check_run, data_problems, data_warnings
 from multimodal.train.loop import train
 
 
@@ -62,11 +62,11 @@ def test_what_the_data_hold_against_the_settings_is_a_problem_too(tmp_path):
     enough = tiny_config(tmp_path / "run", shards, "data.max_skipped=0.1")
     assert data_problems(enough, report) == []
     many = replace(report, repeated_captions=20, cut=7, context_length=16)
-    repeats, cut = data_advice(config, many)
+    repeats, cut = data_warnings(config, many)
     assert "20 captions repeat others" in repeats and "loss.duplicates=positive" in repeats
     assert "7 captions are longer than model.text.context_length=16" in cut
     apart = tiny_config(tmp_path / "run", shards, "loss.duplicates=ignore")
-    assert data_advice(apart, replace(many, cut=2)) == []
+    assert data_warnings(apart, replace(many, cut=2)) == []
 
 
 def test_the_command_says_so_by_its_exit_code(tmp_path):
@@ -75,5 +75,5 @@ def test_the_command_says_so_by_its_exit_code(tmp_path):
     found = finish(start("-m", "multimodal", "check", str(path), "--json"))
     assert json.JSONDecoder().raw_decode(found[found.index("{") :])[0]["problems"] == []
     missing = f"data.train.path={tmp_path / 'nowhere'}"
-    told = finish(start("-m", "multimodal", "check", str(path), missing), code=1)
+    told = finish(start("-m", "multimodal", "check", str(path), missing), code=2)
     assert "problem: " in told and "nowhere" in told
