@@ -79,7 +79,7 @@ def _attempt(settings: dict[str, Any], told: TextIO, begun: Callable[[], Any]) -
 def _copy(settings: dict[str, Any], told: TextIO, begun: Callable[[], Any]) -> None:
     import wandb
 
-    resume = {"resume": "allow"} if settings["mode"] == "online" else {}
+    resume: dict[str, Any] = {"resume": "allow"} if settings["mode"] == "online" else {}
     run = wandb.init(**settings, **resume, settings=wandb.Settings(console="off"))
     begun()
     run.define_metric("step")
