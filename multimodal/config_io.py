@@ -8,10 +8,11 @@ settings of the old kind would be mistakes in the new one.
 
 from __future__ import annotations
 
+import copy
 import difflib
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
@@ -173,10 +174,50 @@ def check(tree: Tree, schema: type[Schema]) -> Schema:
     try:
         return schema.model_validate(tree)
     except ValidationError as error:
-        types = {setting.name: setting.type for setting in fields(schema)}
-        lines = list(dict.fromkeys(_describe_mistake(e, tree, types) for e in error.errors()))
+        lines = _mistakes(error, tree, schema)
         count = f"{len(lines)} mistake{'s' if len(lines) > 1 else ''} in the configuration"
         raise ConfigError("\n  ".join([f"{count}:", *lines])) from None
+
+
+def _mistakes(error: ValidationError, tree: Tree, schema: type[BaseModel]) -> list[str]:
+    """Lines for all mistakes.
+
+    pydantic checks settings against each other only where each of them is right by itself. So the
+    others are taken out, one round after the other, for as long as that brings up more.
+    """
+    types = {setting.name: setting.type for setting in fields(schema)}
+    lines: dict[str, None] = {}
+    wrong: set[str] = set()
+    rest = copy.deepcopy(tree)
+    while True:
+        found = [(e, _dotted(e["loc"], rest)) for e in error.errors()]
+        new = [(e, path) for e, path in found if path not in wrong and not _follows(e, wrong)]
+        lines |= dict.fromkeys(_describe_mistake(e, rest, types) for e, _ in new)
+        wrong |= {path for _, path in new}
+        if not any([_take_out(rest, path) for _, path in new]):
+            return list(lines)
+        try:
+            schema.model_validate(rest)
+            return list(lines)
+        except ValidationError as again:
+            error = again
+
+
+def _follows(error: ErrorDetails, wrong: Iterable[str]) -> bool:
+    """Whether a mistake may be there only since a setting that it speaks of was taken out."""
+    words = set(re.findall(r"\w+", error["msg"]))
+    return error["type"] == "value_error" and any(p.rpartition(".")[2] in words for p in wrong)
+
+
+def _take_out(tree: Tree, path: str) -> bool:
+    """Remove a setting, of a list the whole; whether it was there."""
+    *above, last = path.split(".")
+    for name in above:
+        if not isinstance(tree.get(name), dict):
+            last = name
+            break
+        tree = tree[name]
+    return tree.pop(last, tree) is not tree
 
 
 def _with_default_kinds(tree: Tree, schema: type[BaseModel]) -> Tree:

@@ -88,6 +88,32 @@ def test_all_mistakes_are_listed_at_once_with_the_nearest_name(base):
     assert "did you mean model.text.context_length?" in text
 
 
+def test_settings_that_do_not_fit_each_other_are_told_in_the_same_round(base):
+    text = mistakes(
+        base,
+        *("optim.lr=fast", "data.augment.scale=[0.9, 0.1]", "train.batch_size=0"),
+        *("loss.kind=sigmoid", "train.freeze=[image, text]", "optim.betas=[0.9, 2.0]"),
+    )
+    assert "6 mistakes" in text, text
+    for part in ("optim.lr = 'fast'", "train.batch_size = 0", "scale=[0.9, 0.1] must rise"):
+        assert part in text
+    assert "loss.kind=sigmoid needs model.logit_bias" in text
+    assert "leaves no tower to train" in text
+    assert "optim.betas.1 = 2.0" in text
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["model.text.width=wide", "model.text.heads=7"],
+        ["loss.kind=sigmoid", "model.logit_bias=auot"],
+        ["data.augment.scale=[0.9, much]"],
+    ],
+)
+def test_what_only_follows_from_a_mistake_is_not_told(base, overrides):
+    assert "1 mistake in" in mistakes(base, *overrides)
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
