@@ -406,26 +406,27 @@ def check(
 ) -> None:
     """Look at data, or try a run before it starts: what is wrong, and what will limit it."""
     config, run, source, tokenizer = None, None, None, None
-    if len(subject) == 1 and _is_source(subject[0]):
-        from multimodal.data.build import source_from_path
+    with _page_of_mistake(html, subject):
+        if len(subject) == 1 and _is_source(subject[0]):
+            from multimodal.data.build import source_from_path
 
-        source = source_from_path(
-            subject[0],
-            image_column=image_column,
-            caption_column=caption_column,
-            separator=separator,
-        )
-    else:
-        config = load_config(subject, Config)
-        from multimodal.data.first_look import first_look
+            source = source_from_path(
+                subject[0],
+                image_column=image_column,
+                caption_column=caption_column,
+                separator=separator,
+            )
+        else:
+            config = load_config(subject, Config)
+            from multimodal.data.first_look import first_look
 
-        for problem in first_look(config):
-            typer.echo(f"problem: {problem}", err=True)
-        from multimodal.train.check import check_run
+            for problem in first_look(config):
+                typer.echo(f"problem: {problem}", err=True)
+            from multimodal.train.check import check_run
 
-        run = check_run(config)
-        source = run.source
-        tokenizer = run.pretrained.tokenizer if run.pretrained is not None else None
+            run = check_run(config)
+            source = run.source
+            tokenizer = run.pretrained.tokenizer if run.pretrained is not None else None
     from multimodal.data import check_page
     from multimodal.data.check import check_data
 
@@ -445,8 +446,9 @@ def check(
 
         problems = run.problems + (data_problems(config, data) if data is not None else [])
         warnings = run.warnings + (data_warnings(config, data) if data is not None else [])
-    if html is not None and data is not None:
-        html.write_text(check_page.html_page(data), encoding="utf-8", errors="replace")
+    if html is not None:
+        page = check_page.html_page(data, problems, title=" ".join(subject))
+        html.write_text(page, encoding="utf-8", errors="replace")
     if as_json:
         found = {"data": None if data is None else data.as_dict()}
         if run is not None:
@@ -456,6 +458,20 @@ def check(
         check_page.print_report(data, run.facts if run else {}, problems, warnings)
     if problems:
         sys.exit(2)
+
+
+@contextmanager
+def _page_of_mistake(html: Path | None, subject: list[str]) -> Iterator[None]:
+    """Write the page also when what is asked for cannot be opened; it then says why."""
+    from multimodal.data.check_page import html_page
+
+    try:
+        yield
+    except (ValueError, *_OF_USERS) as error:
+        if html is not None:
+            page = html_page(None, [str(error)], title=" ".join(subject))
+            html.write_text(page, encoding="utf-8", errors="replace")
+        raise
 
 
 def _look_for_model(model: str) -> None:

@@ -185,3 +185,19 @@ def test_what_rank_0_has_told_is_not_told_again(monkeypatch, capsys, kind, code)
     with pytest.raises(SystemExit) as end:
         cli.main()
     assert end.value.code == code and capsys.readouterr().err == "" and len(waits) == 1
+
+
+@pytest.mark.parametrize(
+    ("subject", "code"), [("nowhere&co", 2), ("gone.yaml", 2), ("config.yaml", 1), ("pictures", 0)]
+)
+def test_check_writes_its_page_whatever_is_wrong(run, folder, subject, code):
+    tree = {"model": tiny_section().model_dump(), "run": "never"}
+    tree |= {"data": {"train": {"kind": "folder", "path": "nowhere&co"}}}
+    (folder / "config.yaml").write_text(json.dumps(tree))
+    (folder / "page.html").unlink(missing_ok=True)
+    assert run("check", subject, "--html", "page.html")[0] == code
+    page = (folder / "page.html").read_text()
+    assert ("<h2>Problems</h2>" in page) == (code > 0)
+    assert ("<h2>Samples</h2>" in page) == (code == 0)
+    if subject != "pictures":
+        assert f"{'gone.yaml' if 'gone' in subject else 'nowhere&amp;co'}" in page

@@ -5,11 +5,13 @@ from __future__ import annotations
 import base64
 from collections.abc import Mapping, Sequence
 from html import escape
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
-from multimodal.data.check import DataReport
+if TYPE_CHECKING:  # its pictures need torch, a page of problems does not
+    from multimodal.data.check import DataReport
 
 _BROKEN_SHOWN = 10
 _STYLE = """
@@ -100,13 +102,27 @@ def _memory_table(memory: Mapping[str, Mapping[str, float | None]]) -> Table:
     return table
 
 
-def html_page(report: DataReport) -> str:
-    """One file that needs nothing else."""
+def html_page(report: DataReport | None, problems: Sequence[str] = (), title: str = "") -> str:
+    """One file that needs nothing else.
+
+    Args:
+        problems: what would stop a run on these data, or why they could not be looked at.
+        title: heading where there is no report.
+    """
+    title = escape(report.description if report is not None else title)
+    return (
+        f'<!doctype html><meta charset="utf-8"><title>{title}</title>'
+        f"<style>{_STYLE}</style><h1>{title}</h1>"
+        + _html_list("Problems", problems)
+        + (_html_report(report) if report is not None else "")
+    )
+
+
+def _html_report(report: DataReport) -> str:
     facts = "".join(f"<tr><td>{escape(n)}<td>{escape(v)}" for n, v in summary(report))
     head, *rows = spread_rows(report)
     spreads = "<tr>" + "".join(f"<th>{escape(name)}" for name in head)
     spreads += "".join("<tr>" + "".join(f"<td>{escape(x)}" for x in row) for row in rows)
-    broken = "".join(f"<li>{escape(line)}" for line in broken_lines(report))
     pictures = "".join(
         f'<figure><img src="data:image/jpeg;base64,{base64.b64encode(shown.jpeg).decode()}">'
         f"<figcaption><b>{escape(shown.key)}</b><br>{escape(' / '.join(shown.captions))}"
@@ -114,12 +130,15 @@ def html_page(report: DataReport) -> str:
         for shown in report.shown
     )
     return (
-        f'<!doctype html><meta charset="utf-8"><title>{escape(report.description)}</title>'
-        f"<style>{_STYLE}</style><h1>{escape(report.description)}</h1><table>{facts}</table>"
-        f"<table>{spreads}</table>"
-        + (f"<h2>Left out or broken</h2><ul>{broken}</ul>" if broken else "")
+        f"<table>{facts}</table><table>{spreads}</table>"
+        + _html_list("Left out or broken", broken_lines(report))
         + f'<h2>Samples</h2><div class="pictures">{pictures}</div>\n'
     )
+
+
+def _html_list(name: str, lines: Sequence[str]) -> str:
+    items = "".join(f"<li>{escape(line)}" for line in lines)
+    return f"<h2>{name}</h2><ul>{items}</ul>" if lines else ""
 
 
 def _counts(counts: dict[str, int]) -> str:
