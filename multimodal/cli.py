@@ -306,7 +306,8 @@ def search(
         typer.echo(json.dumps([row.as_dict() for row in rows], indent=2))
         return
     for row in rows:
-        typer.echo(f"{row.score:.3f}  {row.metadata['caption']}  ({row.metadata['image_path']})")
+        place = ", ".join(str(row.metadata[n]) for n in ("key", "url") if row.metadata.get(n))
+        typer.echo(f"{row.score:.3f}  {row.metadata['caption']}  ({place})")
 
 
 @app.command(

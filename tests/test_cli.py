@@ -104,6 +104,15 @@ def test_embedded_pictures_are_found_from_another_folder(run, folder, tmp_path):
     assert "001" in json.dumps(rows[0])
 
 
+def test_search_prints_score_caption_key_and_url(run, folder):
+    metas = [{"url": "http://x.org/0"}, {}]
+    write_pictures(folder / "linked", [["red"], ["green"]], metas)
+    assert run("embed", "model", "linked", "linked embedded")[0] == 0
+    _, out, _ = run("search", "linked embedded", "a text")
+    shown = sorted(line[6:].strip() for line in out.splitlines())
+    assert shown == ["green  (001.png)", "red  (000.png, http://x.org/0)"]
+
+
 def test_pack_says_what_it_wrote(run):
     code, out, _ = run("pack", "pictures", "shards")
     assert code == 0 and "3 samples in 1 shard(s); train on it with" in out
