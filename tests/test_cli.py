@@ -197,7 +197,7 @@ def test_what_rank_0_has_told_is_not_told_again(monkeypatch, capsys, kind, code)
 
 
 @pytest.mark.parametrize(
-    ("subject", "code"), [("nowhere&co", 2), ("gone.yaml", 2), ("config.yaml", 1), ("pictures", 0)]
+    ("subject", "code"), [("nowhere&co", 2), ("gone.yaml", 2), ("config.yaml", 2), ("pictures", 0)]
 )
 def test_check_writes_its_page_whatever_is_wrong(run, folder, subject, code):
     tree = {"model": tiny_section().model_dump(), "run": "never"}

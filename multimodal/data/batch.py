@@ -10,31 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from multimodal.data.source import Scalar
-
-WHOLE_SHARD = -1
-"""`Skip.index` of a shard that is lost, or its end."""
-
-
-@dataclass(frozen=True)
-class Skip:
-    """A sample that could not be used.
-
-    Attributes:
-        key: Its name, where it could be read.
-        place: Shard, table or folder that holds it.
-        reason: Short text to count by.
-        detail: The particulars.
-        index: Its number in the source, of a stream in its shard; or `WHOLE_SHARD`.
-        position: Its global position in the training order; -1 outside training.
-    """
-
-    key: str
-    place: str
-    reason: str
-    detail: str
-    index: int
-    position: int = -1
+from multimodal.data.source import Scalar, Skip
 
 
 @dataclass(frozen=True)

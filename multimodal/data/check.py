@@ -17,11 +17,10 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from multimodal.data.batch import Skip
 from multimodal.data.decode import decode
 from multimodal.data.mixture import MixtureSource
 from multimodal.data.shards import ShardSource
-from multimodal.data.source import NO_CAPTION, BadSample, Fetching, Sample, Source
+from multimodal.data.source import NO_CAPTION, BadSample, Fetching, Sample, Skip, Source
 from multimodal.data.stream import StreamSource, TrainingSource
 from multimodal.data.text import Tokenizer
 

@@ -7,7 +7,7 @@ import os
 from dataclasses import asdict
 from pathlib import Path
 
-from multimodal.data.batch import Skip
+from multimodal.data.source import Skip
 
 
 class LeftOut:

@@ -17,12 +17,11 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from multimodal.data.batch import Skip
 from multimodal.data.left_out import LeftOut
 from multimodal.data.loader import Reading, in_workers
 from multimodal.data.recode import Recode, ending_of, recode
 from multimodal.data.shard_writer import ShardWriter, Written
-from multimodal.data.source import NO_CAPTION, BadSample, Sample, Source
+from multimodal.data.source import NO_CAPTION, BadSample, Sample, Skip, Source
 from multimodal.data.splits import REST, check_splits, split_of
 from multimodal.files import LOCK, Lock, write_atomically
 

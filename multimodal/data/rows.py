@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from multimodal import config
-from multimodal.data.batch import Batch, Skip, from_digests, hash64
+from multimodal.data.batch import Batch, from_digests, hash64
 from multimodal.data.order import seed_for
-from multimodal.data.source import NO_CAPTION, BadSample, Sample
+from multimodal.data.source import NO_CAPTION, BadSample, Sample, Skip
 from multimodal.data.text import Tokenizer
 from multimodal.data.transforms import ImageTransform
 

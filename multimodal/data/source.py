@@ -19,6 +19,8 @@ NO_CAPTION = "no caption"
 """Reason for a picture without a text."""
 NOT_UTF8 = "text is not UTF-8"
 """Reason for a text in some other encoding, or damaged."""
+WHOLE_SHARD = -1
+"""`Skip.index` of a shard that is lost, or its end."""
 
 Scalar = str | int | float | bool | None
 log = logging.getLogger(__name__)
@@ -59,6 +61,27 @@ class BadSample(Exception):
     def __str__(self) -> str:
         text = f"{self.reason} ({self.detail})" if self.detail else self.reason
         return f"{self.key}: {text}" if self.key else text
+
+
+@dataclass(frozen=True)
+class Skip:
+    """A sample that could not be used.
+
+    Attributes:
+        key: Its name, where it could be read.
+        place: Shard, table or folder that holds it.
+        reason: Short text to count by.
+        detail: The particulars.
+        index: Its number in the source, of a stream in its shard; or `WHOLE_SHARD`.
+        position: Its global position in the training order; -1 outside training.
+    """
+
+    key: str
+    place: str
+    reason: str
+    detail: str
+    index: int
+    position: int = -1
 
 
 class Source(Protocol):

@@ -31,12 +31,19 @@ from itertools import islice, pairwise
 from random import Random
 from typing import Any, NamedTuple
 
-from multimodal.data.batch import WHOLE_SHARD, Skip
 from multimodal.data.forward import Forward
 from multimodal.data.order import permutation
 from multimodal.data.remote import find_urls, is_remote
 from multimodal.data.shards import find_shards
-from multimodal.data.source import BadSample, Sample, Source, parse_sidecars, split_name
+from multimodal.data.source import (
+    WHOLE_SHARD,
+    BadSample,
+    Sample,
+    Skip,
+    Source,
+    parse_sidecars,
+    split_name,
+)
 from multimodal.data.tar_index import (
     APART,
     FIELDS,

@@ -20,8 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from multimodal.data.batch import Skip
-from multimodal.data.source import Scalar, Source
+from multimodal.data.source import Scalar, Skip, Source
 from multimodal.distributed import barrier, on_main, rank, world_size
 from multimodal.embed.format import (
     ERRORS_FILE,

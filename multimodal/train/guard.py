@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from multimodal.config import Config
-from multimodal.data.batch import WHOLE_SHARD, Batch
+from multimodal.data.batch import Batch
+from multimodal.data.source import WHOLE_SHARD
 from multimodal.distributed import gather_objects
 from multimodal.errors import RunStopped
 from multimodal.train.checkpoint import Checkpoint

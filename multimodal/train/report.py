@@ -31,7 +31,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from multimodal.config import Config
-from multimodal.data.batch import Skip, hash64
+from multimodal.data.batch import hash64
+from multimodal.data.source import Skip
 from multimodal.distributed import gather_rows, is_main
 from multimodal.files import to_disk, write_atomically
 from multimodal.train.tracker import Tracker

@@ -19,11 +19,11 @@ from multimodal import config
 from multimodal.config import Augment, Preprocess
 from multimodal.config_io import check
 from multimodal.data import remote
-from multimodal.data.batch import WHOLE_SHARD, Skip
 from multimodal.data.build import open_training
 from multimodal.data.check import check_data
 from multimodal.data.loader import train_loader
 from multimodal.data.shards import ShardSource
+from multimodal.data.source import WHOLE_SHARD, Skip
 from multimodal.data.stream import Streamed, StreamSource
 from multimodal.data.transforms import ImageTransform
 

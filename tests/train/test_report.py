@@ -7,7 +7,7 @@ import time
 import pytest
 from tools import make_shards, on_ranks, tiny_config
 
-from multimodal.data.batch import Skip
+from multimodal.data.source import Skip
 from multimodal.distributed import rank, world_size
 from multimodal.train.curves import write_report
 from multimodal.train.report import Meter, Report, batch_hash, drop_rows_after, read_rows
