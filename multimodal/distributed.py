@@ -10,15 +10,16 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from multimodal.errors import StopRequested
@@ -84,7 +85,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> Tensor:
         rows = grad.shape[0] // world_size()
-        if dist.get_backend() == "nccl":
+        if _uses_nccl():
             own = grad.new_empty(rows, *grad.shape[1:])
             dist.reduce_scatter_tensor(own, grad.contiguous())
             return own
@@ -241,6 +242,52 @@ def unsynced(model: nn.Module) -> Iterator[None]:
         yield
 
 
+def shard(
+    model: nn.Module,
+    units: Iterable[nn.Module],
+    *,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    reshard_after_forward: bool,
+) -> None:
+    """Cut all parameters but scalars over all ranks, in place (FSDP2).
+
+    Args:
+        units: modules whose parameters are gathered together, and one unit after the other.
+        device: where the parts go, and the scalars.
+        dtype: what the parameters are gathered in; None leaves theirs. Gradients are summed in
+            float32.
+        reshard_after_forward: whether the backward pass gathers a unit again.
+    """
+    scalars = {parameter for parameter in model.parameters() if parameter.ndim == 0}
+    for parameter in scalars:
+        parameter.data = parameter.data.to(device)
+    # As under DDP, autocast decides what an operation takes; hence inputs are left alone.
+    policy = MixedPrecisionPolicy(dtype, torch.float32 if dtype else None, None, False)
+    options: Any = {
+        "mesh": init_device_mesh(device.type, (world_size(),)),
+        "mp_policy": policy,
+        "ignored_params": scalars,
+    }
+    for unit in units:
+        fully_shard(unit, reshard_after_forward=reshard_after_forward, **options)
+    fully_shard(model, **options)
+
+
+def whole(x: Tensor) -> Tensor:
+    """All of a tensor that may be sharded. Call it on all ranks."""
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+@torch.no_grad()
+def fill_(x: Tensor, values: Tensor) -> None:
+    """Copy the whole tensor `values`, which every rank has, into one that may be sharded."""
+    if isinstance(x, DTensor):
+        own = values.to(x.device)
+        values = distribute_tensor(own, x.device_mesh, x.placements, src_data_rank=None)
+    x.copy_(values)
+
+
 def average_unsharded(model: nn.Module) -> None:
     """FSDP cannot shard scalars, the temperature, and leaves their gradients to each rank."""
     for parameter in model.parameters() if isinstance(model, FSDPModule) else ():
@@ -353,7 +400,12 @@ def _wait_for(key: str) -> None:
 
 def _for_backend(x: Tensor) -> Tensor:
     """NCCL moves GPU memory only."""
-    return x.cuda() if dist.get_backend() == "nccl" else x
+    return x.cuda() if _uses_nccl() else x
+
+
+def _uses_nccl() -> bool:
+    """Accelerate names `cuda:nccl,cpu:gloo` for FSDP."""
+    return "nccl" in str(dist.get_backend())
 
 
 def _all_gather(x: Tensor) -> Tensor:

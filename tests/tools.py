@@ -166,6 +166,9 @@ RANDOM = (
 )
 """Overrides that turn on everything random."""
 
+FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+"""What `accelerate launch --use_fsdp --fsdp_version 2` sets."""
+
 
 def tiny_tree(run: Path, shards: Path, *overrides: str) -> dict[str, Any]:
     """`TINY` with its paths and `key=value` overrides, as a tree of settings."""

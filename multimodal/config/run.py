@@ -78,6 +78,8 @@ class Train(Section):
     """Parts that keep their weights: a tower with its projection, or the logits' temperature."""
     duration: DurationText = "32 epochs"
     """Length of the run: `32 epochs`, `1000 steps` or `2e6 samples`."""
+    ema: Fraction | None = None
+    """Decay of an average of the weights that is also evaluated and is the model in the end."""
     max_nonfinite: PositiveInt = 10
     """Steps in a row, left out since loss or gradient was not finite, that stop the run."""
     timeout: MinutesText | None = "10 min"

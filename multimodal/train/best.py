@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable
 from multimodal.config import Best, Config
 from multimodal.evaluate.run import rate_names
 from multimodal.train.report import Row
+from multimodal.train.run_weights import EMA_SUFFIX, evaluation_names
 
 
 def check_best(config: Config) -> None:
@@ -21,7 +22,11 @@ def check_best(config: Config) -> None:
     if best is None:
         return
     sections = config.evaluate
-    names = [f"{name}/{rate}" for name in sections for rate in rate_names(sections[name])]
+    names = [
+        f"{name}/{rate}"
+        for name in evaluation_names(config)
+        for rate in rate_names(sections[name.removesuffix(EMA_SUFFIX)])
+    ]
     if best.metric not in names:
         near = difflib.get_close_matches(best.metric, names, n=2, cutoff=0.5)
         meant = f"did you mean {' or '.join(near)}? " if near else ""
@@ -29,7 +34,7 @@ def check_best(config: Config) -> None:
             f"checkpoint.best.metric={best.metric!r} is given by no evaluation; {meant}"
             f"There are {', '.join(names) or 'no evaluations (set evaluate.NAME)'}"
         )
-    name = best.metric.partition("/")[0]
+    name = best.metric.partition("/")[0].removesuffix(EMA_SUFFIX)
     if sections[name].every is None:
         raise ValueError(
             f"checkpoint.best.metric={best.metric!r} needs more than one value, but {name} is "

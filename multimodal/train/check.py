@@ -39,6 +39,7 @@ from multimodal.train.plan import (
 )
 from multimodal.train.run_folder import changed_settings, locked
 from multimodal.train.schedule import Schedule, plan
+from multimodal.train.sharding import check_sharded, loading_device, prepare_model
 from multimodal.train.start import (
     check_evaluations,
     check_shards,
@@ -57,7 +58,7 @@ _MANY = 0.1
 _LARGEST = 512
 """Pairs of a step that is tried."""
 _BYTES_A_PARAMETER = 12
-"""Of a checkpoint: the weight and AdamW's two moments in float32."""
+"""Of a checkpoint: the weight and AdamW's two moments in float32. The average adds one more."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,7 @@ def check_run(config: Config) -> RunReport:
     train = config.train
     facts: dict[str, Any] = {}
     attempt(lambda: check_micro_batch_size(train, accelerator.device))
+    attempt(lambda: check_sharded(train))
     attempt(lambda: step_positions(0, batch_size=train.batch_size, rank=0, world_size=world_size()))
     attempt(lambda: _check_folder(config))
     attempt(lambda: check_evaluations(config))
@@ -107,7 +109,7 @@ def check_run(config: Config) -> RunReport:
         return RunReport(problems, facts, [], None, None)
     attempt(lambda: check_shards(source, config.data))
     schedule = attempt(lambda: plan(train, config.optim, data_size=len(source)))
-    pretrained = attempt(lambda: starting_model(config, source, None, accelerator.device))
+    pretrained = attempt(lambda: starting_model(config, source, None, loading_device(accelerator)))
     if pretrained is not None and schedule is not None:
         facts |= _size(config, schedule, pretrained)
         attempt(lambda: _check_space(config, facts["checkpoint_bytes"]))
@@ -168,7 +170,7 @@ def _size(config: Config, schedule: Schedule, pretrained: Pretrained) -> dict[st
         "steps": schedule.total_steps,
         "epochs": round(schedule.epoch(schedule.total_steps), 2),
         "parameters": parameters,
-        "checkpoint_bytes": parameters * _BYTES_A_PARAMETER,
+        "checkpoint_bytes": parameters * (_BYTES_A_PARAMETER + 4 * (config.train.ema is not None)),
     }
 
 
@@ -240,7 +242,7 @@ def _dry_run(
     with accelerator.autocast():
         sizes = sizes_of(pretrained.model, batch, device)
         kept = saved_bytes(pretrained.model, part.part(slice(0, min(micro, dry))), device)
-    model = accelerator.prepare_model(pretrained.model)
+    model = prepare_model(pretrained.model, accelerator)
     optimizer, loss = build_optimizer(pretrained.model, config.optim), build_loss(config.loss)
     gradients: list[int] = []
 

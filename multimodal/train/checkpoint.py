@@ -2,6 +2,7 @@
 
     checkpoints/step-00000100/
         model/                 a model folder, which `multimodal.load` reads
+        ema/                   another one, of the average of the weights, if the run keeps it
         optimizer.safetensors  `exp_avg.NAME`, `exp_avg_sq.NAME`, `step.NAME` of every parameter
         state.json             step, samples, skips, configuration, versions, data fingerprint
         manifest.json          size and SHA-256 of every other file, written last
@@ -29,6 +30,7 @@ from torch import Tensor
 from multimodal.files import file_hash, move_folder
 from multimodal.train.snapshot import OPTIMIZER_FILE, Snapshot
 from multimodal.weights.checkpoints import (
+    EMA_FOLDER,
     FOLDER,
     MANIFEST,
     MODEL_FOLDER,
@@ -64,6 +66,11 @@ class Checkpoint:
     def model(self) -> Path:
         """Its model folder."""
         return self.path / MODEL_FOLDER
+
+    @property
+    def ema(self) -> Path:
+        """The model folder of the average of the weights, if there is one."""
+        return self.path / EMA_FOLDER
 
 
 class SaveFailed(RuntimeError):
@@ -194,13 +201,15 @@ def _write(snapshot: Snapshot, folder: Path) -> dict[str, Any]:
     """Write all files of a checkpoint; returns the content of state.json."""
     state, pretrained = {**snapshot.state, "versions": _versions()}, snapshot.pretrained
     folder.mkdir(parents=True)
-    save_model(
-        folder / MODEL_FOLDER,
-        model=pretrained.model,
-        section=pretrained.config,
-        tokenizer=pretrained.tokenizer,
-        weights=snapshot.weights,
-    )
+    for name, weights in ((MODEL_FOLDER, snapshot.weights), (EMA_FOLDER, snapshot.ema)):
+        if weights is not None:
+            save_model(
+                folder / name,
+                model=pretrained.model,
+                section=pretrained.config,
+                tokenizer=pretrained.tokenizer,
+                weights=weights,
+            )
     save_file(snapshot.optimizer, folder / OPTIMIZER_FILE)
     _write_json(folder / "state.json", state)
     files = [p for p in folder.rglob("*") if p.is_file()]

@@ -18,6 +18,7 @@ from multimodal.train.checkpoint import Checkpoint
 from multimodal.train.curves import write_report
 from multimodal.train.report import Report, Row, read_rows
 from multimodal.train.run_folder import publish_model, read_results, write_results
+from multimodal.train.run_weights import RunWeights, evaluation_names
 from multimodal.train.schedule import Schedule
 from multimodal.weights.pretrained import Pretrained
 
@@ -27,7 +28,7 @@ log = logging.getLogger(__name__)
 def evaluate_due(
     config: Config,
     schedule: Schedule,
-    pretrained: Pretrained,
+    weights: RunWeights,
     report: Report,
     step: int,
     minutes: tuple[float, float] = (0.0, 0.0),
@@ -35,6 +36,8 @@ def evaluate_due(
     progress: Progress,
 ) -> bool:
     """Run the evaluations that belong to a step and have no row yet; whether any belong to it.
+
+    Each is of the weights that train and of their average, in a row of its own.
 
     They come after the checkpoint, which a broken evaluation then cannot cost; a run that was
     stopped between the two makes up for them when it resumes.
@@ -49,27 +52,31 @@ def evaluate_due(
     due = [name for name, s in sections if schedule.is_time(s.every, step, minutes=minutes)]
     if due:
         done = on_main(lambda: _evaluations_at(Path(config.run), step))
-        for name in (n for n in due if n not in done):
-            figures = evaluate(
-                pretrained, config.evaluate[name], workers=config.data.workers, progress=progress
-            )
-            report.evaluation(step, name, figures)
+        workers = config.data.workers
+        for suffix, pretrained in weights.usable():
+            for name in (n for n in due if n + suffix not in done):
+                section = config.evaluate[name]
+                figures = evaluate(pretrained, section, workers=workers, progress=progress)
+                report.evaluation(step, name + suffix, figures)
     return bool(due)
 
 
-def finish(config: Config, pretrained: Pretrained, last: Checkpoint) -> None:
-    """Write what is left of the run: results, report, the model."""
+def finish(config: Config, weights: RunWeights, last: Checkpoint) -> None:
+    """Write what is left of the run: results, report, the model, which is the average if any."""
     run = Path(config.run)
+    *_, (_, pretrained) = weights.usable()
 
     def write() -> None:
         results = _evaluations_at(run, last.step)
-        write_results(run, {name: results[name] for name in config.evaluate})
+        write_results(run, {name: results[name] for name in evaluation_names(config)})
         pictures = _picture_sheet(config, pretrained)
         write_report(run, read_rows(run / "metrics.jsonl"), pictures)
         publish_model(run, last.path)
 
     on_main(write)
     log.info("finished: %s after %d steps; the model is in %s", run, last.step, run / "model")
+    if weights.ema is not None:
+        log.info("it has the averaged weights (train.ema); those that trained: %s", last.model)
     on_main(lambda: print_results(read_results(run)))
 
 

@@ -32,8 +32,10 @@ from multimodal.train.run_folder import (
     read_results,
     write_config,
 )
+from multimodal.train.run_weights import RunWeights, evaluation_names
 from multimodal.train.saving import Saver
 from multimodal.train.schedule import Schedule, plan
+from multimodal.train.sharding import check_sharded, loading_device
 from multimodal.train.signals import Signals
 from multimodal.train.snapshot import load_optimizer
 from multimodal.train.start import (
@@ -80,6 +82,7 @@ def _train(config: Config, accelerator: Accelerator, watch: Watchdog) -> None:
         logging.getLogger("multimodal").setLevel(logging.WARNING)
     run = Path(config.run)
     check_micro_batch_size(config.train, accelerator.device)
+    check_sharded(config.train)
     step_positions(0, batch_size=config.train.batch_size, rank=rank(), world_size=world_size())
     source = open_data(config)
     check_tokenizer(config)
@@ -103,7 +106,7 @@ def _train(config: Config, accelerator: Accelerator, watch: Watchdog) -> None:
 
 def _is_finished(config: Config, schedule: Schedule, found: Checkpoint) -> bool:
     return found.step >= schedule.total_steps and is_finished(
-        Path(config.run), found.path, list(config.evaluate)
+        Path(config.run), found.path, evaluation_names(config)
     )
 
 
@@ -119,15 +122,16 @@ def _run(
 ) -> None:
     """From the checkpoint, or from fresh weights, to the end."""
     start = found.step if found else 0
-    pretrained = starting_model(config, source, found, accelerator.device)
+    pretrained = starting_model(config, source, found, loading_device(accelerator))
     on_main(lambda: write_config(Path(config.run), config))
     prepare(pretrained.model, config.train)
     _announce(accelerator, source, schedule, pretrained, found)
+    diagnostics = Diagnostics(schedule, pretrained, accelerator, found)
+    weights = RunWeights(pretrained, decay=config.train.ema, found=found)
+    model = weights.distribute(accelerator)
     optimizer = build_optimizer(pretrained.model, config.optim)
     if found:
         load_optimizer(found.path, optimizer)
-    diagnostics = Diagnostics(schedule, pretrained, accelerator, found)
-    model = accelerator.prepare_model(pretrained.model.train())
     loss = build_loss(config.loss)
     rehearse(model, loss, pretrained, accelerator=accelerator)
     micro_batch_size = choose_micro_batch_size(
@@ -150,12 +154,12 @@ def _run(
             state = _state(config, source, schedule, step, fingerprint)
             state |= guard.state() | diagnostics.state()
             state["micro_batch_size"] = micro_batch_size
-            saver.save(state, pretrained, optimizer)
+            saver.save(state, weights, optimizer)
 
         def evaluated(step: int, minutes: tuple[float, float] = (0.0, 0.0)) -> bool:
             watch.at("evaluate", step)
             return evaluate_due(
-                config, schedule, pretrained, report, step, minutes, progress=watch.progress
+                config, schedule, weights, report, step, minutes, progress=watch.progress
             )
 
         watch.signals.hold()
@@ -182,6 +186,8 @@ def _run(
                 stop=watch.signals.requested is not None,
                 look=diagnostics.look if logs else None,
             )
+            if result.finite:
+                weights.update()
             meter.done(schedule.batch_size)
             minutes = clock.tick()
             report.step(step)
@@ -217,7 +223,7 @@ def _run(
         watch.signals.release()
         if guard.in_a_row:
             log.warning("the last %d step(s) were not finite and left out", guard.in_a_row)
-        finish(config, pretrained, last)
+        finish(config, weights, last)
 
 
 def _announce(

@@ -17,16 +17,12 @@ from accelerate.utils import (
 )
 
 from multimodal.launcher import launcher
+from multimodal.train import sharding
 
 log = logging.getLogger(__name__)
 
-_SHARDING_FLAGS = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM")
-_SHARDED = {
-    DistributedType.FSDP,
-    DistributedType.DEEPSPEED,
-    DistributedType.MEGATRON_LM,
-    DistributedType.XLA,
-}
+_OTHER_FLAGS = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM")
+_OTHERS = {DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA}
 
 
 _LATER = 60
@@ -47,6 +43,8 @@ def make_accelerator(*, timeout: float | None = None) -> Accelerator:
     _check_launcher(asked)
     on_cpu = not _has_accelerator() or parse_flag_from_env("ACCELERATE_USE_CPU")
     _check_devices(on_cpu)
+    sharding.check_launcher()
+    _check_flags()
     limit = timedelta(days=365) if timeout is None else timedelta(seconds=timeout + _LATER)
     # Without `cpu`, Accelerate makes each of several CPU processes a run of its own.
     accelerator = Accelerator(
@@ -65,7 +63,8 @@ def make_accelerator(*, timeout: float | None = None) -> Accelerator:
             "that is not finite is an error here; use bf16 or no (`accelerate launch "
             "--mixed_precision bf16`)"
         )
-    _check_sharding(accelerator)
+    if accelerator.distributed_type in _OTHERS:
+        raise _unsupported(accelerator.distributed_type.value)
     compiler = accelerator.state.dynamo_plugin
     if compiler is not None and compiler.backend != DynamoBackend.NO:
         raise ValueError(
@@ -80,14 +79,18 @@ def make_accelerator(*, timeout: float | None = None) -> Accelerator:
     return accelerator
 
 
-def _check_sharding(accelerator: Accelerator) -> None:
+def _check_flags() -> None:
     """Also what Accelerate leaves aside on a CPU without a word."""
-    asked = [name for name in _SHARDING_FLAGS if parse_flag_from_env(name)]
-    if accelerator.distributed_type in _SHARDED or asked:
-        name = asked[0] if asked else accelerator.distributed_type.value
-        raise ValueError(
-            f"{name} is not supported; use plain data parallelism (`accelerate launch --multi_gpu`)"
-        )
+    for name in _OTHER_FLAGS:
+        if parse_flag_from_env(name):
+            raise _unsupported(name)
+
+
+def _unsupported(name: str) -> ValueError:
+    return ValueError(
+        f"{name} is not supported; use data parallelism (`accelerate launch --multi_gpu`), or, for "
+        "a model that does not fit on a device, `--use_fsdp --fsdp_version 2`"
+    )
 
 
 def _has_accelerator() -> bool:

@@ -22,6 +22,7 @@ from multimodal.config import Config
 from multimodal.config_io import check, dump_yaml, read_yaml
 from multimodal.distributed import on_main
 from multimodal.files import Lock, file_hash, move_folder, write_atomically
+from multimodal.weights.checkpoints import checkpoint_model
 
 MAY_CHANGE = (
     "run",
@@ -30,6 +31,7 @@ MAY_CHANGE = (
     "train.micro_batch_size",
     "train.checkpoint_activations",
     "train.compile",
+    "train.ema",
     "train.max_nonfinite",
     "train.timeout",
     "evaluate",
@@ -128,12 +130,13 @@ def is_finished(run: Path, checkpoint: Path, evaluations: list[str]) -> bool:
         results = read_results(run)
     except (OSError, ValueError):
         return False
-    names = _files(checkpoint / "model")
+    model = checkpoint_model(checkpoint)
+    names = _files(model)
     return (
         sorted(results) == sorted(evaluations)
         and (run / "report.png").exists()
         and names == _files(run / "model")
-        and all(file_hash(run / "model" / n) == file_hash(checkpoint / "model" / n) for n in names)
+        and all(file_hash(run / "model" / n) == file_hash(model / n) for n in names)
     )
 
 
@@ -149,10 +152,10 @@ def write_results(run: Path, results: dict[str, dict[str, Any]]) -> None:
 
 
 def publish_model(run: Path, checkpoint: Path) -> None:
-    """Copy a checkpoint's model to `model/`, which appears complete or not at all."""
+    """Copy a checkpoint's model (EMA weights, if it has any) to `model/`, whole or not at all."""
     temporary = run / ".model"
     shutil.rmtree(temporary, ignore_errors=True)
-    shutil.copytree(checkpoint / "model", temporary)
+    shutil.copytree(checkpoint_model(checkpoint), temporary)
     move_folder(temporary, run / "model")
 
 

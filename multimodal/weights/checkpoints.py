@@ -15,8 +15,14 @@ from multimodal.files import file_hash
 
 FOLDER = "checkpoints"
 MANIFEST = "manifest.json"
-MODEL_FOLDER = "model"
+MODEL_FOLDER, EMA_FOLDER = "model", "ema"
 _NAME = re.compile(r"step-(\d{8,})")
+
+
+def checkpoint_model(checkpoint: Path) -> Path:
+    """The model folder of a checkpoint to use: of the averaged weights if there are any."""
+    ema = checkpoint / EMA_FOLDER
+    return ema if ema.is_dir() else checkpoint / MODEL_FOLDER
 
 
 def step_of(path: Path) -> int | None:

@@ -15,6 +15,7 @@ import torch
 from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from torch import nn
 
 from multimodal import config
 from multimodal.data.text import FILE as TOKENIZER_FILE
@@ -22,7 +23,7 @@ from multimodal.data.text import Tokenizer
 from multimodal.data.transforms import ImageTransform
 from multimodal.models.build import build_model
 from multimodal.models.two_tower import TwoTower
-from multimodal.weights.checkpoints import MANIFEST, MODEL_FOLDER, find_damage, newest_first
+from multimodal.weights.checkpoints import MANIFEST, checkpoint_model, find_damage, newest_first
 from multimodal.weights.pretrained import Pretrained
 from multimodal.weights.save import (
     CONFIG_FILE,
@@ -44,7 +45,8 @@ def load(path_or_name: str | Path, device: str | torch.device = "cpu") -> Pretra
     Args:
         path_or_name: a model folder; a checkpoint folder; a run folder, whose final model is
             taken, and while there is none, that of its newest sound checkpoint; or `hf:` and a
-            folder or hub name of a CLIP or SigLIP model of transformers.
+            folder or hub name of a CLIP or SigLIP model of transformers. A checkpoint with EMA
+            weights stands for those; the raw ones are in its `model/`.
         device: where it runs; `auto` takes the best there is.
 
     Raises:
@@ -96,7 +98,7 @@ def find_model(path: str | Path) -> Path:
         return path
     if (path / MANIFEST).is_file() and (problem := _model_damage(path)):
         raise ValueError(f"checkpoint {path} is damaged: {problem}; use another one of its run")
-    for folder in (path / MODEL_FOLDER, *_checkpoint_models(path)):
+    for folder in (checkpoint_model(path), *_checkpoint_models(path)):
         if (folder / CONFIG_FILE).is_file():
             return folder
     raise ValueError(
@@ -111,13 +113,13 @@ def _checkpoint_models(run: Path) -> Iterator[Path]:
     for checkpoint in newest_first(run):
         problem = _model_damage(checkpoint)
         if problem is None:
-            yield checkpoint / MODEL_FOLDER
+            yield checkpoint_model(checkpoint)
         else:
             log.warning("checkpoint %s is damaged and not used: %s", checkpoint, problem)
 
 
 def _model_damage(checkpoint: Path) -> str | None:
-    return find_damage(checkpoint, under=f"{MODEL_FOLDER}/")
+    return find_damage(checkpoint, under=f"{checkpoint_model(checkpoint).name}/")
 
 
 # --- what it is ----------------------------------------------------------------------------------
@@ -188,7 +190,7 @@ def _without_downloads(section: config.Model, folder: Path) -> config.Model:
 # --- weights -------------------------------------------------------------------------------------
 
 
-def load_weights(model: TwoTower, path: Path) -> None:
+def load_weights(model: nn.Module, path: Path) -> None:
     """Copy the tensors of a safetensors file into the model.
 
     Raises:

@@ -4,7 +4,7 @@ import os
 
 import pytest
 import torch
-from tools import on_ranks
+from tools import FSDP2, on_ranks
 
 from multimodal.train import machine
 from multimodal.train.machine import make_accelerator
@@ -30,7 +30,11 @@ def test_several_processes_without_a_gpu_are_one_run_on_the_cpu():
         ({"ACCELERATE_MIXED_PRECISION": "fp16"}, "fp16"),
         ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "2"}, "compares all pairs of a step"),
         ({"ACCELERATE_DYNAMO_BACKEND": "inductor"}, "set train.compile=true"),
-        ({"ACCELERATE_USE_FSDP": "true"}, "ACCELERATE_USE_FSDP is not supported"),
+        ({"ACCELERATE_USE_FSDP": "true"}, "FSDP version 1 is not supported"),
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "ACCELERATE_USE_DEEPSPEED is not supported"),
+        ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "ACCELERATE_USE_MEGATRON_LM is not supported"),
+        (FSDP2 | {"FSDP_OFFLOAD_PARAMS": "true"}, "use more processes"),
+        (FSDP2 | {"FSDP_ACTIVATION_CHECKPOINTING": "true"}, "train.checkpoint_activations=full"),
         ({"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}, "3 processes, but Accelerate sees 1"),
     ],
 )

@@ -8,8 +8,6 @@ import torch
 from accelerate import Accelerator
 from tools import RANDOM, TINY, on_ranks
 from torch import nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 from multimodal.config import Model, Optim
 from multimodal.config_io import check, merge, parse_override
@@ -92,41 +90,6 @@ def assert_alike(one_process, ranks):
         for key, tensor in weights.items():
             # Adam turns a gradient's rounding into part of a step where the gradient is near 0.
             torch.testing.assert_close(own_weights[key], tensor, rtol=1e-3, atol=3e-5)
-
-
-def sharded_steps(micro_batch_size):
-    """As `steps`, with the parameters cut over the ranks by FSDP2; the whole weights."""
-    model = tiny_model()
-    scalars = set(model.temperature.parameters())
-    for tower in (model.image, model.text):
-        for block in tower.encoder.blocks:
-            fully_shard(block)
-    fully_shard(model, ignored_params=scalars)
-    optimizer = build_optimizer(model, Optim())
-    results = [
-        train_step(
-            model,
-            ContrastiveLoss(),
-            optimizer,
-            own_part(whole_batch()),
-            accelerator=Accelerator(cpu=True),
-            step=step,
-            seed=3,
-            lr=1e-3,
-            clip_grad_norm=1.0,
-            micro_batch_size=micro_batch_size,
-        )
-        for step in range(4)
-    ]
-    state = {
-        n: x.full_tensor() if isinstance(x, DTensor) else x for n, x in model.state_dict().items()
-    }
-    return results, state
-
-
-@pytest.mark.parametrize("micro_batch_size", [None, 3])
-def test_sharded_ranks_train_like_one(micro_batch_size):
-    assert_alike(steps(4), on_ranks(2, sharded_steps, micro_batch_size))
 
 
 def test_a_step_can_be_repeated_with_everything_random():
