@@ -16,6 +16,7 @@ from accelerate.utils import (
     parse_flag_from_env,
 )
 
+from multimodal.distributed import barrier
 from multimodal.launcher import launcher
 from multimodal.train import sharding
 
@@ -51,6 +52,7 @@ def make_accelerator(*, timeout: float | None = None) -> Accelerator:
         cpu=on_cpu and asked > 1,
         kwargs_handlers=[InitProcessGroupKwargs(timeout=limit)],
     )
+    barrier()  # else a mistake found below could end one process while another is still joining
     if accelerator.num_processes != asked:
         raise ValueError(
             f"the launcher started {asked} processes, but Accelerate sees "
