@@ -37,8 +37,8 @@ class PairFlops(NamedTuple):
 
 
 def count_flops(pretrained: Pretrained) -> PairFlops:
-    """Count on the plain model, before it is wrapped or sharded."""
-    model, size = pretrained.model, pretrained.transform.size
+    """Count on the plain model, before it is wrapped or sharded; it is in training mode after."""
+    model, size = pretrained.model.train(), pretrained.transform.size
     device = next(model.parameters()).device
     length = pretrained.config.text.context_length
     images = torch.zeros(_ROWS, 3, size, size, dtype=torch.uint8, device=device)
