@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from accelerate import Accelerator
+from torch import nn
 
 from multimodal.config import Config
 from multimodal.data.loader import step_positions
@@ -16,6 +18,7 @@ from multimodal.distributed import is_main, on_main, rank, shutdown, world_size
 from multimodal.errors import StopRequested
 from multimodal.evaluate.report import print_results
 from multimodal.losses.build import build_loss
+from multimodal.losses.pairs import PairLoss
 from multimodal.train.checkpoint import Checkpoint, Checkpoints
 from multimodal.train.clock import Clock
 from multimodal.train.diagnostics import Diagnostics
@@ -122,23 +125,10 @@ def _run(
 ) -> None:
     """From the checkpoint, or from fresh weights, to the end."""
     start = found.step if found else 0
-    pretrained = starting_model(config, source, found, loading_device(accelerator))
-    on_main(lambda: write_config(Path(config.run), config))
-    prepare(pretrained.model, config.train)
-    _announce(accelerator, source, schedule, pretrained, found)
-    diagnostics = Diagnostics(schedule, pretrained, accelerator, found)
-    weights = RunWeights(pretrained, decay=config.train.ema, found=found)
-    model = weights.distribute(accelerator)
-    optimizer = build_optimizer(pretrained.model, config.optim)
-    if found:
-        load_optimizer(found.path, optimizer)
-    loss = build_loss(config.loss)
-    rehearse(model, loss, pretrained, accelerator=accelerator)
-    micro_batch_size = choose_micro_batch_size(
-        config.train, model, pretrained, accelerator=accelerator, found=found
-    )
+    parts = _set_up(config, accelerator, source, schedule, found)
+    weights, diagnostics = parts.weights, parts.diagnostics
     batches = iter(
-        training_batches(config, source, pretrained, start=start, end=schedule.total_steps)
+        training_batches(config, source, weights.pretrained, start=start, end=schedule.total_steps)
     )
     meter, clock, due, minutes = Meter(), Clock(config), False, (0.0, 0.0)
 
@@ -153,8 +143,8 @@ def _run(
             report.flush()
             state = _state(config, source, schedule, step, fingerprint)
             state |= guard.state() | diagnostics.state()
-            state["micro_batch_size"] = micro_batch_size
-            saver.save(state, weights, optimizer)
+            state["micro_batch_size"] = parts.micro_batch_size
+            saver.save(state, weights, parts.optimizer)
 
         def evaluated(step: int, minutes: tuple[float, float] = (0.0, 0.0)) -> bool:
             watch.at("evaluate", step)
@@ -173,16 +163,16 @@ def _run(
             meter.arrived()
             watch.at("step", step)
             result = train_step(
-                model,
-                loss,
-                optimizer,
+                parts.model,
+                parts.loss,
+                parts.optimizer,
                 batch,
                 accelerator=accelerator,
                 step=step - 1,
                 seed=config.seed,
                 lr=schedule.lr(step - 1),
                 clip_grad_norm=config.optim.clip_grad_norm,
-                micro_batch_size=micro_batch_size,
+                micro_batch_size=parts.micro_batch_size,
                 stop=watch.signals.requested is not None,
                 look=diagnostics.look if logs else None,
             )
@@ -224,6 +214,44 @@ def _run(
         if guard.in_a_row:
             log.warning("the last %d step(s) were not finite and left out", guard.in_a_row)
         finish(config, weights, last)
+
+
+class _Parts(NamedTuple):
+    """What a run works with."""
+
+    weights: RunWeights
+    model: nn.Module
+    """To call in training: spread over the ranks."""
+    loss: PairLoss
+    optimizer: torch.optim.Optimizer
+    micro_batch_size: int
+    diagnostics: Diagnostics
+
+
+def _set_up(
+    config: Config,
+    accelerator: Accelerator,
+    source: TrainingSource,
+    schedule: Schedule,
+    found: Checkpoint | None,
+) -> _Parts:
+    """Make the parts, or read them from the checkpoint, and begin the run folder."""
+    pretrained = starting_model(config, source, found, loading_device(accelerator))
+    on_main(lambda: write_config(Path(config.run), config))
+    prepare(pretrained.model, config.train)
+    _announce(accelerator, source, schedule, pretrained, found)
+    diagnostics = Diagnostics(schedule, pretrained, accelerator, found)
+    weights = RunWeights(pretrained, decay=config.train.ema, found=found)
+    model = weights.distribute(accelerator)
+    optimizer = build_optimizer(pretrained.model, config.optim)
+    if found:
+        load_optimizer(found.path, optimizer)
+    loss = build_loss(config.loss)
+    rehearse(model, loss, pretrained, accelerator=accelerator)
+    micro_batch_size = choose_micro_batch_size(
+        config.train, model, pretrained, accelerator=accelerator, found=found
+    )
+    return _Parts(weights, model, loss, optimizer, micro_batch_size, diagnostics)
 
 
 def _announce(
