@@ -299,7 +299,8 @@ def gradient_norm(model: nn.Module) -> Tensor:
     """Norm over all parameters, also over those that are sharded; the same on all ranks."""
     found = [p.grad for p in model.parameters() if p.grad is not None]
     sharded = [g for g in found if isinstance(g, DTensor)]
-    norms = [nn.utils.get_total_norm([g for g in found if not isinstance(g, DTensor)])]
+    rest = [g for g in found if not isinstance(g, DTensor)]
+    norms = [nn.utils.get_total_norm(rest)] if rest or not sharded else []
     if sharded:
         norms.append(cast(DTensor, nn.utils.get_total_norm(sharded)).full_tensor())
     return nn.utils.get_total_norm(norms)

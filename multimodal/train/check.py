@@ -39,7 +39,7 @@ from multimodal.train.plan import (
 )
 from multimodal.train.run_folder import changed_settings, locked
 from multimodal.train.schedule import Schedule, plan
-from multimodal.train.sharding import check_sharded, loading_device, prepare_model
+from multimodal.train.sharding import refuse_sharding
 from multimodal.train.start import (
     check_evaluations,
     check_shards,
@@ -58,7 +58,7 @@ _MANY = 0.1
 _LARGEST = 512
 """Pairs of a step that is tried."""
 _BYTES_A_PARAMETER = 12
-"""Of a checkpoint: the weight and AdamW's two moments in float32. The average adds one more."""
+"""Of a checkpoint: the weight and AdamW's two moments in float32."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,7 @@ def check_run(config: Config) -> RunReport:
         ValueError: when the machine does not fit, since nothing can be tried then.
     """
     accelerator = make_accelerator()
+    refuse_sharding()
     problems: list[str] = []
 
     def attempt(function: Callable[[], T]) -> T | None:
@@ -100,7 +101,6 @@ def check_run(config: Config) -> RunReport:
     train = config.train
     facts: dict[str, Any] = {}
     attempt(lambda: check_micro_batch_size(train, accelerator.device))
-    attempt(lambda: check_sharded(train))
     attempt(lambda: step_positions(0, batch_size=train.batch_size, rank=0, world_size=world_size()))
     attempt(lambda: _check_folder(config))
     attempt(lambda: check_evaluations(config))
@@ -109,7 +109,7 @@ def check_run(config: Config) -> RunReport:
         return RunReport(problems, facts, [], None, None)
     attempt(lambda: check_shards(source, config.data))
     schedule = attempt(lambda: plan(train, config.optim, data_size=len(source)))
-    pretrained = attempt(lambda: starting_model(config, source, None, loading_device(accelerator)))
+    pretrained = attempt(lambda: starting_model(config, source, None, accelerator.device))
     if pretrained is not None and schedule is not None:
         facts |= _size(config, schedule, pretrained)
         attempt(lambda: _check_space(config, facts["checkpoint_bytes"]))
@@ -242,7 +242,7 @@ def _dry_run(
     with accelerator.autocast():
         sizes = sizes_of(pretrained.model, batch, device)
         kept = saved_bytes(pretrained.model, part.part(slice(0, min(micro, dry))), device)
-    model = prepare_model(pretrained.model, accelerator)
+    model = accelerator.prepare_model(pretrained.model)
     optimizer, loss = build_optimizer(pretrained.model, config.optim), build_loss(config.loss)
     gradients: list[int] = []
 
@@ -279,6 +279,9 @@ def _dry_run(
         "run": predict(sizes, local=local, micro=micro, whole=whole, device=device.type),
         "dry_step": predict(sizes, local=dry, micro=micro, whole=dry, device=device.type),
     }
+    if config.train.ema is not None:
+        memory["run"]["ema"], memory["dry_step"]["ema"] = 4 * sizes.parameters, 0
+        measured["ema"] = 0
     rate = dry / min(step(1), step(2))
     return _DryRun(
         rate,

@@ -143,7 +143,7 @@ def memory_table(
     """
     parts = {name: (run[name], dry[name]) for name in run}
     parts["together"] = (sum(run.values()), sum(dry.values()))
-    saved = ("parameters", "optimizer")
+    saved = tuple(name for name in ("parameters", "optimizer", "ema") if name in run)
     parts["checkpoint"] = (sum(run[name] for name in saved), sum(dry[name] for name in saved))
     measured = {**measured, "checkpoint": sum(measured[name] for name in saved)}
     return {

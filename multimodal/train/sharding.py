@@ -78,6 +78,19 @@ def check_sharded(train: Train) -> None:
         )
 
 
+def refuse_sharding() -> None:
+    """For what looks at a whole model.
+
+    Raises:
+        ValueError: when the launcher asks for sharding.
+    """
+    if parse_flag_from_env("ACCELERATE_USE_FSDP"):
+        raise ValueError(
+            "a check tries a whole model, not a sharded one; run it without --use_fsdp. Over N "
+            "processes each holds 1/N of the parameters, gradients and optimizer that it finds"
+        )
+
+
 def loading_device(accelerator: Accelerator) -> torch.device:
     """Where a model is made: on the host if no device need hold all of it."""
     return torch.device("cpu") if is_sharded() else accelerator.device

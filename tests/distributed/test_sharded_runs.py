@@ -61,7 +61,7 @@ def there_and_back(folder, sharded):
     """Resume from the checkpoint; a new snapshot, how much of the model this rank holds."""
     if sharded:
         os.environ.update(FSDP2)
-    accelerator = make_accelerator(tracker=None)
+    accelerator = make_accelerator()
     found = Checkpoints(folder, keep=1).find_resume()
     pretrained = tiny_pretrained(SECTION, seed=7)
     pretrained.model.load_state_dict(load_file(found.model / "model.safetensors"))

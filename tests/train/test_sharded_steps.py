@@ -34,7 +34,7 @@ def steps(name, sharded):
     os.environ["ACCELERATE_MIXED_PRECISION"] = case.pop("precision", "no")
     if sharded:
         os.environ.update(FSDP2, FSDP_RESHARD_AFTER_FORWARD=case.pop("reshard", "true"))
-    accelerator = make_accelerator(tracker=None)
+    accelerator = make_accelerator()
     model = tiny_model("model.logit_bias=-2.0", *case.get("overrides", ()))
     model.checkpoint_activations(case.get("checkpoint_activations", "none"))
     model.freeze(case.get("freeze", ()))
