@@ -98,6 +98,7 @@ def test_a_rank_that_hangs_is_named_with_step_phase_and_stack(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # ten launches, which on a busy machine take half a minute each
 def test_two_processes_end_cleanly_ten_times_out_of_ten(tmp_path):
     shards = make_shards(tmp_path / "data", 37)
     for number in range(10):
