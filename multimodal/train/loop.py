@@ -144,7 +144,7 @@ def _run(
             state = _state(config, source, schedule, step, fingerprint)
             state |= guard.state() | diagnostics.state()
             state["micro_batch_size"] = parts.micro_batch_size
-            saver.save(state, weights, parts.optimizer)
+            saver.save(state, weights.pretrained, parts.optimizer, weights.ema)
 
         def evaluated(step: int, minutes: tuple[float, float] = (0.0, 0.0)) -> bool:
             watch.at("evaluate", step)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.swa_utils import AveragedModel
 
 from multimodal.config import Config
 from multimodal.distributed import is_main, on_main
@@ -22,8 +23,8 @@ from multimodal.errors import RunStopped
 from multimodal.train.best import best_steps, metric_values
 from multimodal.train.checkpoint import Checkpoint, Checkpoints, SaveFailed
 from multimodal.train.report import read_rows
-from multimodal.train.run_weights import RunWeights
 from multimodal.train.snapshot import Snapshot, take_snapshot
+from multimodal.weights.pretrained import Pretrained
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +57,11 @@ class Saver:
         self._thread.shutdown()
 
     def save(
-        self, state: dict[str, Any], weights: RunWeights, optimizer: torch.optim.Optimizer
+        self,
+        state: dict[str, Any],
+        pretrained: Pretrained,
+        optimizer: torch.optim.Optimizer,
+        ema: AveragedModel | None = None,
     ) -> None:
         """Save the state of the run, once the checkpoint before is complete.
 
@@ -68,7 +73,7 @@ class Saver:
         self._failure = None
         self._buffers.restart()
         copy = self._buffers.copy if is_main() else Tensor.detach
-        snapshot = take_snapshot(state, weights.pretrained, optimizer, weights.ema, copy=copy)
+        snapshot = take_snapshot(state, pretrained, optimizer, ema, copy=copy)
         self._pending = self.last_step = state["step"]
         if is_main():
             _synchronize()
