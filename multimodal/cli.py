@@ -152,15 +152,17 @@ def evaluate(
 ) -> None:
     """Zero-shot classification and retrieval on any data source."""
     arguments = config or []
+    _look_for_model(model)
     if all(is_override(argument) for argument in arguments):
-        own = Path(model) / "config.yaml"
-        if not own.is_file():
+        # A model, a checkpoint and the model in it lie one to three folders below their run.
+        folders = [Path(model), *Path(model).absolute().parents[:3]]
+        own = next((path for x in folders if (path := x / "config.yaml").is_file()), None)
+        if own is None:
             raise ValueError(
                 f"{model} is not a run with evaluations of its own; name a CONFIG with `evaluate:`"
             )
         arguments = [str(own), *arguments]
     section = load_config(arguments, EvaluateConfig, only=True)
-    _look_for_model(model)
     _look_at_data(section)
     from multimodal.evaluate.report import print_results
     from multimodal.evaluate.run import evaluate_all

@@ -156,7 +156,9 @@ def load_config(arguments: Sequence[str], schema: type[Schema], *, only: bool = 
     for path in (a for a in arguments if not is_override(a)):
         tree = merge(tree, read_yaml(path))
     over: Tree = {}
-    for text in (a for a in arguments if is_override(a)):
+    overrides = [a for a in arguments if is_override(a)]
+    # A kind replaces its whole section, so it comes before what is said of that section.
+    for text in sorted(overrides, key=lambda text: not text.partition("=")[0].endswith(".kind")):
         over = merge(over, parse_override(text))
     tree = merge(tree, over)
     if only:
@@ -269,9 +271,14 @@ def _describe_mistake(error: ErrorDetails, tree: Tree, types: Mapping[str, str])
         return f"{path}: {message}" if path else message
     if kind == "list_type":
         return f"{path} = {error['input']!r}: give a list, such as [{error['input']}]"
-    if " | " in types.get(path, "") and not kind.startswith("string_too_"):
+    if _is_choice(types.get(path, "")) and not kind.startswith("string_too_"):
         return f"{path} = {error['input']!r}: allowed are {types[path]}"
     return f"{path} = {error['input']!r}: {message}"
+
+
+def _is_choice(type_name: str) -> bool:
+    """Whether a setting can be of several types, each with an error of its own; null is none."""
+    return len([name for name in type_name.split(" | ") if name != "null"]) > 1
 
 
 def _below(path: str, name: str) -> str:

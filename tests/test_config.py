@@ -124,6 +124,9 @@ def test_what_only_follows_from_a_mistake_is_not_told(base, overrides):
         ("train.duration=5 days", "'5 days' is not a duration"),
         ("train.duration=5 min", "minutes are allowed only in `every`"),
         ("checkpoint.every=0 steps", "must be above 0"),
+        ("train.timeout=1 h", 'for what a clock decides "10 min"'),
+        ("train.timeout=5 steps", 'such as "10 min"'),
+        ("train.ema=1.5", "train.ema = 1.5: input should be less than 1"),
         ("loss.kind=sigmoid", "loss.kind=sigmoid needs model.logit_bias"),
         ("loss.duplicates=maybe", "loss.duplicates = 'maybe': allowed are negative"),
         ("train.micro_batch_size=0", "1 mistake in"),
@@ -163,6 +166,13 @@ def test_a_changed_kind_replaces_the_section_whole():
     assert merge({"image": {"kind": "vit", "width": 3}}, same) == {
         "image": {"kind": "vit", "width": 5}
     }
+
+
+def test_the_order_of_a_kind_and_its_settings_does_not_matter(base):
+    words = ["data.train.path=pairs.csv", "data.train.kind=table", "data.train.separator=;"]
+    first = load_config([base, *words], Config)
+    assert first == load_config([base, *reversed(words)], Config)
+    assert (first.data.train.kind, first.data.train.path) == ("table", "pairs.csv")
 
 
 def test_includes_are_merged_first_and_relative_to_the_file(tmp_path):

@@ -32,6 +32,8 @@ _UNITS: dict[str, Unit] = {
     "samples": "samples",
     "%": "percent",
     "min": "minutes",
+    "mins": "minutes",
+    "minute": "minutes",
     "minutes": "minutes",
 }
 _DURATION = re.compile(r"\s*([0-9.]+(?:[eE][+-]?[0-9]+)?)\s*([a-z%]+)\s*")
@@ -46,7 +48,8 @@ def parse_duration(text: str) -> Duration:
     match = _DURATION.fullmatch(text)
     if match is None or match[2] not in _UNITS:
         raise ValueError(
-            f'{text!r} is not a duration; write "1000 steps", "3 epochs", "2e6 samples" or "5%"'
+            f'{text!r} is not a duration; write "1000 steps", "3 epochs", "2e6 samples", "5%", or '
+            'for what a clock decides "10 min"'
         )
     try:
         return Duration(float(match[1]), _UNITS[match[2]])

@@ -96,7 +96,7 @@ class Best(Section):
     """Checkpoints of the steps with the best values of a metric, kept besides the newest ones."""
 
     metric: str
-    """`EVALUATION/METRIC` as in metrics.jsonl, such as `val/image_retrieval_recall@1`."""
+    """`EVALUATION/METRIC`, such as `val/image_retrieval_recall@1`; with `ema`, `val@ema/...`."""
     keep: PositiveInt = 1
     """How many; where an evaluation is among them and its step has none, one is saved."""
     mode: Literal["max", "min"] = "max"

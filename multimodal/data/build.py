@@ -117,6 +117,8 @@ def section_from_path(
         return _section(kind="table", path=path, separator=separator, **columns)
     if place.suffix.lower() == ".tar" or path.startswith("pipe:"):
         return _section(kind="shards", path=path)
+    if not place.exists():
+        raise ValueError(f"{path!r}: there is no such file or folder")
     raise ValueError(
         f"{path!r} is no data source; give a folder with .tar shards, a .tar file or pattern such "
         f"as 'data/{{00000..00099}}.tar', a table ({', '.join(ENDINGS)}), a folder of pictures, or "

@@ -32,7 +32,7 @@ def check_best(config: Config) -> None:
         meant = f"did you mean {' or '.join(near)}? " if near else ""
         raise ValueError(
             f"checkpoint.best.metric={best.metric!r} is given by no evaluation; {meant}"
-            f"There are {', '.join(names) or 'no evaluations (set evaluate.NAME)'}"
+            f"there are {', '.join(names) or 'no evaluations (set evaluate.NAME)'}"
         )
     name = best.metric.partition("/")[0].removesuffix(EMA_SUFFIX)
     if sections[name].every is None:

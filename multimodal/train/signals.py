@@ -93,3 +93,4 @@ class Signals:
             self._noted = signal.Signals(number).name
             if not self._only_note:
                 raise StopRequested(self._noted)
+            os.write(2, f"{self._noted}: stopping after this step\n".encode())

@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
 # Four machines with 8 GPUs:  sbatch scripts/slurm/many_nodes.sh configs/model/clip-b-32.yaml run=...
 # Another number:  sbatch --nodes=16 scripts/slurm/many_nodes.sh ...
-# Two minutes before the time limit the run saves and queues up again.
+# Two minutes before the time limit the run saves and queues up again. Put your account, partition
+# and the numbers of your machines below. Precision is bf16, or ACCELERATE_MIXED_PRECISION=no; to
+# shard, export ACCELERATE_USE_FSDP=true FSDP_VERSION=2 before.
 #SBATCH --job-name=multimodal
 #SBATCH --nodes=4
 #SBATCH --ntasks-per-node=1

@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # One machine, all its GPUs:  sbatch scripts/slurm/one_node.sh configs/model/clip-b-32.yaml run=...
-# Two minutes before the time limit the run saves and queues up again.
+# Two minutes before the time limit the run saves and queues up again. Put your account, partition
+# and the numbers of your machines below. Precision is bf16, or ACCELERATE_MIXED_PRECISION=no; to
+# shard, export ACCELERATE_USE_FSDP=true FSDP_VERSION=2 before.
 #SBATCH --job-name=multimodal
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1

@@ -4,6 +4,12 @@
 # torchrun dies of a SIGUSR1 that it was not told of.
 export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+export ACCELERATE_MIXED_PRECISION=${ACCELERATE_MIXED_PRECISION:-bf16}
+# srun does not take it over from sbatch by itself.
+export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}
+if [ -f .venv/bin/activate ]; then
+  source .venv/bin/activate
+fi
 
 # requeueing COMMAND...: run it; when SLURM announces the time limit (SIGUSR1), let it save, and
 # queue the job up again. The same command then goes on.
