@@ -169,7 +169,7 @@ class Tokenizer:
 
     def save(self, folder: str | Path) -> None:
         """Write `tokenizer.json` into a folder; the rest is in `settings()`."""
-        self._backend.save(str(Path(folder, FILE)))
+        Path(folder, FILE).write_text(self._backend.to_str(pretty=True), encoding="utf-8")
 
     @classmethod
     def load(cls, folder: str | Path, settings: dict[str, Any]) -> Tokenizer:

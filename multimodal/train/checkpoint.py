@@ -113,9 +113,10 @@ class Checkpoints:
 
     def remove_incomplete(self) -> None:
         """Remove what a stopped process was writing; it never had the name of a checkpoint."""
-        for path in self._folder.glob(".*"):
-            log.info("removing the incomplete checkpoint %s", path)
-            shutil.rmtree(path)
+        for pattern in (".step-*", ".old-step-*"):
+            for path in self._folder.glob(pattern):
+                log.info("removing the incomplete checkpoint %s", path)
+                _discard(path)
 
     def steps(self) -> set[int]:
         """Steps that have a checkpoint, as far as can be told without reading all of it."""
@@ -167,19 +168,35 @@ class Checkpoints:
         aside = path.with_name(f".old-{path.name}")
         try:
             path.rename(aside)
-            shutil.rmtree(aside)
         except OSError as error:
             log.warning("the old checkpoint %s could not be removed: %s", path, error)
+        else:
+            _discard(aside)
 
     def _why_failed(self, path: Path, snapshot: Snapshot, error: Exception) -> str:
         needed = _size(snapshot) / 1e9
-        free = shutil.disk_usage(next(p for p in path.parents if p.exists())).free / 1e9
+        try:
+            place = next(p for p in path.parents if p.exists())
+            free = f"{shutil.disk_usage(place).free / 1e9:.2g} GB are free there"
+        except OSError as asked:
+            free = f"nobody knows what is free there ({asked})"
         newest = next((p.name for p in newest_first(self._run)), "none yet")
         return (
             f"checkpoint {path} could not be written: {error}. It takes {needed:.2g} GB, and "
-            f"{free:.2g} GB are free there; the newest complete one is {newest}. Free some space, "
+            f"{free}; the newest complete one is {newest}. Free some space, "
             "lower checkpoint.keep, or move the run folder"
         )
+
+
+def _discard(path: Path) -> None:
+    """Remove a folder, or the link or file that stands where one should."""
+    try:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        log.warning("%s could not be removed: %s", path, error)
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -191,7 +208,7 @@ def missing_state(path: Path) -> str | None:
     """What a resume would need and state.json does not say; None when nothing is missing."""
     try:
         state = read_state(path)
-    except ValueError:
+    except (OSError, ValueError):
         return "state.json is unreadable"
     missing = [name for name in _STATE if name not in state]
     return f"state.json lacks {', '.join(missing)}" if missing else None

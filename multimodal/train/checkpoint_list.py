@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -17,6 +19,8 @@ from multimodal.train.best import best_steps, metric_values
 from multimodal.train.checkpoint import missing_state, read_state
 from multimodal.train.report import Row, read_rows
 from multimodal.weights.checkpoints import FOLDER, find_damage, newest_first, step_of
+
+_HIDDEN = re.compile(r"\.(old-)?step-\d+")
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,7 @@ def list_checkpoints(
         ValueError: when the folder has none.
     """
     folder = run / FOLDER
-    hidden = [path for path in folder.glob(".*step-*") if path.is_dir()]
+    hidden = [path for path in folder.glob(".*") if _HIDDEN.fullmatch(path.name)]
     named = newest_first(run)
     if not named and not hidden:
         raise ValueError(f"{run} has no checkpoints; give the folder of a run that has saved one")
@@ -77,29 +81,32 @@ def list_checkpoints(
     rows = read_rows(run / "metrics.jsonl")
     places = _places(run, rows, {_step(path) for path in sound})
     good = "sound" if verify else "complete"
-    found = []
-    for path in (*hidden, *named):
+
+    def entry(path: Path) -> Listed:
         state = "incomplete" if path in hidden else "damaged" if problems[path] else good
         step = _step(path)
-        found.append(
-            Listed(
-                path=str(path),
-                step=step,
-                epoch=_epoch(path) if path in sound else None,
-                date=datetime.fromtimestamp(path.stat().st_mtime).isoformat(" ", "seconds"),
-                bytes=_bytes(path),
-                state=state,
-                problem=problems.get(path),
-                resume=path in sound[:1],
-                best=places.get(step) if path in sound else None,
-                loss=next((r["loss"] for r in rows if r["step"] == step and "loss" in r), None),
-                evaluations={
-                    r["eval"]: {k: v for k, v in r.items() if k not in ("step", "eval")}
-                    for r in rows
-                    if r["step"] == step and "eval" in r
-                },
-            )
+        return Listed(
+            path=str(path),
+            step=step,
+            epoch=_epoch(path) if path in sound else None,
+            date=datetime.fromtimestamp(path.stat().st_mtime).isoformat(" ", "seconds"),
+            bytes=_bytes(path),
+            state=state,
+            problem=problems.get(path),
+            resume=path in sound[:1],
+            best=places.get(step) if path in sound else None,
+            loss=next((r["loss"] for r in rows if r["step"] == step and "loss" in r), None),
+            evaluations={
+                r["eval"]: {k: v for k, v in r.items() if k not in ("step", "eval")}
+                for r in rows
+                if r["step"] == step and "eval" in r
+            },
         )
+
+    found = []
+    for path in (*hidden, *named):
+        with suppress(FileNotFoundError):  # a run that goes on has removed it meanwhile
+            found.append(entry(path))
     return sorted(found, key=lambda entry: entry.step)
 
 

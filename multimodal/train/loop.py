@@ -205,6 +205,9 @@ def _run(
             if wanted and result.finite and saver.last_step < step:
                 save(step)
             if stop:
+                newest = saver.newest()
+                if newest is None or newest.step < step:
+                    log.warning("step %d is not saved; it will be done again", step)
                 saver.wait()
                 raise watch.stopped()
 

@@ -186,7 +186,8 @@ def evaluation_hours(config: Config, pretrained: Pretrained, schedule: Schedule)
         if section.kind == "retrieval" and texts:
             pretrained.encode_text(texts)
         once = (time.perf_counter() - started) / len(indices) * len(source) / world_size()
-        total += once * _times(section.every, schedule)
+        weights = 1 if config.train.ema is None else 2
+        total += once * weights * _times(section.every, schedule)
     return total / 3600
 
 

@@ -19,10 +19,12 @@ import hashlib
 import json
 import logging
 import math
+import os
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -58,6 +60,8 @@ class Report:
         self._tracker: Tracker | None = None
         self._bar: Progress | None = None
         self._streams: list[tuple[logging.StreamHandler, Any]] = []
+        self._late: dict[str, str] = {}
+        """Rows by file that could not be written yet."""
         if not is_main():
             return
         for name in _ROWS:
@@ -66,7 +70,10 @@ class Report:
             _reason_and_place(r) for r in read_rows(self._run / "skipped.jsonl")
         )
         if config.log.wandb.mode != "disabled":
-            self._tracker = Tracker(config)
+            try:
+                self._tracker = Tracker(config)
+            except OSError as error:
+                log.warning("W&B gets no copy of this run: %s", error)
         if Console(stderr=True).is_terminal:
             self._bar = _progress_bar()
             self._task = self._bar.add_task("train", total=total_steps, completed=start_step)
@@ -82,10 +89,14 @@ class Report:
             self._bar.stop()
         for handler, stream in self._streams:
             handler.setStream(stream)
-        if is_main():
-            self._sum_up_skips()
-        if self._tracker is not None:
-            self._tracker.finish()
+        try:
+            if is_main():
+                self._sum_up_skips()
+        except OSError as failed:
+            log.warning("the unreadable samples could not be summed up: %s", failed)
+        finally:
+            if self._tracker is not None:
+                self._tracker.finish()
 
     def step(self, step: int) -> None:
         """Move the progress bar."""
@@ -166,13 +177,30 @@ class Report:
 
     def flush(self) -> None:
         """Force the rows to the disk, so that no checkpoint is newer than they are."""
+        for name in list(self._late):
+            self._write(name)
         for name in _ROWS:
             if is_main() and (self._run / name).exists():
                 to_disk(self._run / name)
 
     def _append(self, name: str, row: Row) -> None:
-        with (self._run / name).open("a", encoding="utf-8") as file:
-            file.write(json.dumps({k: _finite(v) for k, v in row.items()}) + "\n")
+        line = json.dumps({k: _finite(v) for k, v in row.items()}) + "\n"
+        self._late[name] = self._late.get(name, "") + line
+        self._write(name)
+
+    def _write(self, name: str) -> None:
+        """Write what is waiting for a file; what a full disk does not take waits on."""
+        path, text = self._run / name, self._late.pop(name)
+        size = path.stat().st_size if path.exists() else 0
+        try:
+            with path.open("a", encoding="utf-8") as file:
+                file.write(text)
+        except OSError as error:
+            if "\n" not in text[:-1]:
+                log.warning("%s cannot be written, its rows wait: %s", path, error)
+            with suppress(OSError):
+                os.truncate(path, size)
+            self._late[name] = text
 
 
 class Meter:
@@ -222,11 +250,22 @@ def batch_hash(keys: list[str]) -> str:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a .jsonl file, without a last line that was cut by a crash."""
+    """The rows of a .jsonl file, without a last line that was cut by a crash.
+
+    Raises:
+        ValueError: when another line is no row, naming it.
+    """
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines[:-1] if line]
+    rows = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n")[:-1], start=1):
+        try:
+            rows += [json.loads(line)] if line else []
+        except ValueError as error:
+            raise ValueError(
+                f"{path}, line {number} is damaged ({error}); remove the line, or restore the file"
+            ) from None
+    return rows
 
 
 def drop_rows_after(path: Path, step: int) -> None:

@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from multimodal.config import Config
+from multimodal.files import write_atomically
 
 log = logging.getLogger(__name__)
 
@@ -106,5 +107,6 @@ class Tracker:
 
 def _own_id(path: Path) -> str:
     if not path.exists():
-        path.write_text(secrets.token_hex(4))
+        own = secrets.token_hex(4)
+        write_atomically(path, lambda file: file.write_text(own))
     return path.read_text()

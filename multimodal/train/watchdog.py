@@ -71,9 +71,11 @@ class Watchdog:
         self._main = threading.get_ident()
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._ear = threading.Thread(target=self._listen, name="watchdog's ear", daemon=True)
 
     def __enter__(self) -> Watchdog:
         self._thread.start()
+        self._ear.start()
         return self
 
     def at(self, phase: Phase, step: int) -> None:
@@ -106,10 +108,13 @@ class Watchdog:
             RunStopped: when another rank was first, or somebody has called `sys.exit`.
             StopRequested: when another rank was asked to stop, and so this one is, too.
         """
-        self._done.set()
-        self._thread.join()
-        if error is not None:
-            self._leave(error)
+        try:
+            if error is not None:
+                self._leave(error)
+        finally:
+            self._done.set()
+            self._thread.join()
+            self._ear.join(_LEAVE_SECONDS)
 
     def _leave(self, error: BaseException) -> None:
         if is_of_collectives(error):
@@ -142,7 +147,6 @@ class Watchdog:
                 orphaned = True
                 log.warning("the launcher has ended; stopping as on SIGTERM")
                 signal.pthread_kill(self._main, signal.SIGTERM)
-            self._left = self._left or who_left()
             left_for = 0.0 if self._left is None else left_for + tick
             if self._left is not None and left_for > _LEAVE_SECONDS:
                 code = STOPPED if self._left.stopped else 1
@@ -154,7 +158,15 @@ class Watchdog:
                     f"{self._limit / 60:.3g} min; raise it if the work may take so long)"
                 )
 
+    def _listen(self) -> None:
+        """Apart from the watching, since whoever holds the notes may hang too."""
+        while not self._done.wait(_TICK):
+            self._left = self._left or who_left()
+
     def _end(self, why: str, code: int = 1) -> None:
+        last_resort = threading.Timer(_LEAVE_SECONDS, os._exit, (code,))
+        last_resort.daemon = True
+        last_resort.start()  # the log may be what hangs
         frame = sys._current_frames().get(self._main)
         stack = "".join(traceback.format_stack(frame)) if frame is not None else "unknown\n"
         log.critical("%s: %s. It was here:\n%sending with code %d", self._place, why, stack, code)

@@ -49,7 +49,7 @@ def read_manifest(path: Path) -> dict[str, tuple[int, str]]:
         expected = {name: (entry["size"], entry["sha256"]) for name, entry in files.items()}
     except (FileNotFoundError, NotADirectoryError):
         raise ValueError(f"{MANIFEST} is missing") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise ValueError(f"{MANIFEST} is unreadable") from None
     if "state.json" not in expected:
         raise ValueError(f"{MANIFEST} does not list state.json")
@@ -77,13 +77,22 @@ def find_damage(
     for name, (size, digest) in expected.items():
         if not name.startswith(under):
             continue
-        file = path / name
-        if not file.is_file():
-            return f"{name} is missing"
-        if file.stat().st_size != size:
-            return f"{name} has {file.stat().st_size} bytes instead of {size}"
-        if hashes and file_hash(file) != digest:
-            return f"{name} has changed since it was written (SHA-256 differs)"
+        try:
+            problem = _fault(path / name, size, digest if hashes else None)
+        except OSError as error:
+            problem = f"is unreadable ({error})"
+        if problem is not None:
+            return f"{name} {problem}"
         if progress is not None:
             progress(size)
+    return None
+
+
+def _fault(file: Path, size: int, digest: str | None) -> str | None:
+    if not file.is_file():
+        return "is missing"
+    if file.stat().st_size != size:
+        return f"has {file.stat().st_size} bytes instead of {size}"
+    if digest is not None and file_hash(file) != digest:
+        return "has changed since it was written (SHA-256 differs)"
     return None

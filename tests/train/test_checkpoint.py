@@ -11,6 +11,7 @@ from checkpoint_parts import SECTION, make_parts, names, newest, save_three, sna
 from safetensors.torch import load_file, save_file
 
 import multimodal.train.checkpoint as module
+import multimodal.weights.checkpoints as reading
 from multimodal.config import Optim
 from multimodal.models.build import build_model
 from multimodal.train.checkpoint import Checkpoints
@@ -125,3 +126,30 @@ def test_an_old_one_that_cannot_be_removed_costs_nothing_else(saved, parts, monk
     assert Checkpoints(saved, keep=1).save(snapshot(parts, 16)).step == 16
     assert "could not be removed" in caplog.text
     assert [name for name in names(saved) if name.startswith("step")] == ["step-00000016"]
+
+
+def test_files_of_others_among_the_checkpoints_are_left_alone(saved, parts, tmp_path_factory):
+    """A network's `.nfs` file, and a checkpoint that was moved away and linked."""
+    folder, elsewhere = saved / "checkpoints", tmp_path_factory.mktemp("elsewhere")
+    (folder / ".nfs0001").write_text("")
+    (folder / ".step-00000099").write_text("")
+    shutil.move(folder / "step-00000004", elsewhere)
+    (folder / "step-00000004").symlink_to(elsewhere / "step-00000004")
+    checkpoints = Checkpoints(saved, keep=1)
+    checkpoints.remove_incomplete()
+    checkpoints.save(snapshot(parts, 16))
+    assert names(saved) == [".nfs0001", "step-00000016"]
+    assert (elsewhere / "step-00000004" / "manifest.json").exists()
+
+
+def test_what_cannot_be_read_is_damage(saved, monkeypatch):
+    real = reading.file_hash
+
+    def broken(path):
+        if path == newest(saved) / "optimizer.safetensors":
+            raise OSError(5, "Input/output error")
+        return real(path)
+
+    monkeypatch.setattr(reading, "file_hash", broken)
+    assert "unreadable" in reading.find_damage(newest(saved))
+    assert Checkpoints(saved, keep=3).find_resume().step == 8

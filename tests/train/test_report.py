@@ -44,6 +44,44 @@ def test_rows_beyond_the_checkpoint_and_a_cut_line_are_dropped(tmp_path):
     assert read_rows(tmp_path / "none.jsonl") == []
 
 
+def test_a_line_that_is_no_row_is_named(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": \n{"step": 3}\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2 is damaged"):
+        read_rows(path)
+
+
+def test_rows_wait_for_a_disk_that_is_full(tmp_path, monkeypatch, caplog):
+    """Each write leaves half a line behind, as a disk does that fills up meanwhile."""
+    report = Report(tiny_config(tmp_path, tmp_path), start_step=0, total_steps=9)
+    path, real = tmp_path / "nonfinite.jsonl", type(tmp_path).open
+    row = {"loss": None, "grad_norm": None, "suspects": []}
+
+    class Full:
+        def __init__(self, file):
+            self.file = file
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            self.file.close()
+
+        def write(self, text):
+            self.file.write(text[: len(text) // 2])
+            raise OSError(28, "No space left on device")
+
+    report.nonfinite({"step": 1, **row})
+    with monkeypatch.context() as patch:
+        patch.setattr(type(tmp_path), "open", lambda *args, **kwargs: Full(real(*args, **kwargs)))
+        for step in (2, 3):
+            report.nonfinite({"step": step, **row})
+    assert [r["step"] for r in read_rows(path)] == [1]
+    assert caplog.text.count("its rows wait") == 1
+    report.flush()
+    assert [r["step"] for r in read_rows(path)] == [1, 2, 3]
+
+
 def test_a_meter_counts_steps_only():
     meter = Meter()
     for _ in range(2):

@@ -250,7 +250,7 @@ def test_the_best_outlive_a_resume_that_asks_for_more(shards, tmp_path, monkeypa
     ("metric", "every", "message"),
     [
         ("val/image_retrieval_recall@2", "2 steps", "did you mean val/image_retrieval_recall@"),
-        ("loss", "2 steps", "There are val/image_retrieval_recall@1, val/image"),
+        ("loss", "2 steps", "there are val/image_retrieval_recall@1, val/image"),
         (METRIC, None, "set evaluate.val.every"),
     ],
 )
