@@ -135,7 +135,8 @@ FAULTS = {
 )
 def test_whatever_wandb_does_the_run_ends_well_and_says_how_to_sync(tmp_path, fault):
     message, hint = FAULTS[fault]
-    told, waited = run(config_tree(tmp_path), 3.0, PYTHONPATH=stand_in(tmp_path), FAULT=fault)
+    patience = 10.0 if fault == "start hangs" else 3.0  # a start has 8 seconds
+    told, waited = run(config_tree(tmp_path), patience, PYTHONPATH=stand_in(tmp_path), FAULT=fault)
     assert_whole(tmp_path)
     assert re.search(message, told), told
     assert re.search(hint, told, re.M), told
