@@ -69,8 +69,8 @@ class Saver:
             RunStopped: when that one, or without `background` this one, has failed and
                 `checkpoint.on_error` is `stop`.
         """
-        self.wait()
-        self._failure = None
+        self.newest()
+        earlier, self._failure = self._failure, None
         self._buffers.restart()
         copy = self._buffers.copy if is_main() else Tensor.detach
         snapshot = take_snapshot(state, pretrained, optimizer, ema, copy=copy)
@@ -79,7 +79,10 @@ class Saver:
             _synchronize()
             protected = self._best({state["step"]})
             self._future = self._thread.submit(self._write, snapshot, protected)
-        if not self._section.background:
+        if earlier is not None and self._section.on_error == "stop":
+            self.newest()  # what can be saved by now is saved, though the run ends
+            self._failure = earlier
+        if not self._section.background or self._failure is not None:
             self.wait()
 
     def wait(self) -> None:

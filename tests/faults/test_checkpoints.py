@@ -320,6 +320,13 @@ def test_a_full_disk_stops_all_ranks_and_the_run_goes_on_later(
     assert [row["batch_hash"] for row in rows(tmp_path)] == [r["batch_hash"] for r in rows(twin)]
 
 
+def test_what_can_be_saved_by_then_is_saved_though_the_run_ends(shards, tmp_path):
+    config = tiny_config(tmp_path, shards)
+    (message,) = on_ranks(1, train_on_a_full_disk, config, 10)
+    assert "step-00000008 could not be written: " in message
+    assert names(tmp_path) == ["step-00000004", "step-00000012"]
+
+
 @BOTH_WAYS
 def test_a_run_can_go_on_without_the_checkpoint_that_did_not_fit(
     shards, twin, tmp_path, background
