@@ -108,7 +108,7 @@ class ShardCache:
         """Fetch a file whose lock is held, if nobody has done so meanwhile."""
         if path.exists():
             return
-        part = path.with_name(path.name + _PART)
+        part = path.with_name(f"{path.name}.{size}{_PART}")
         with self._one_at_a_time():
             part.unlink(missing_ok=True)
             if not self._make_room(size):
@@ -117,8 +117,7 @@ class ShardCache:
                 short_of_room()
                 if not self._make_room(size):
                     log.warning("%s: more than its limit is in use at once", self.folder)
-            with part.open("wb") as file:
-                file.truncate(size)  # so that the space counts as taken
+            part.touch()  # its space counts as taken from here on
         try:
             fetch(part)
             if (found := part.stat().st_size) != size:
@@ -130,14 +129,15 @@ class ShardCache:
     def _make_room(self, size: int) -> bool:
         """Remove files not in use, oldest use first, until `size` more bytes fit."""
         files = dict(self._files())
-        taken = sum(state.st_size for state in files.values())
+        sizes = {path: _space(path, state) for path, state in files.items()}
+        taken = sum(sizes.values())
         for path in sorted(files, key=lambda path: files[path].st_atime_ns):
             if taken + size <= self.limit:
                 return True
             with _lock_file(path) as lock:
                 if _locked(lock):
                     path.unlink(missing_ok=True)
-                    taken -= files[path].st_size
+                    taken -= sizes[path]
         return taken + size <= self.limit
 
     def _files(self) -> Iterator[tuple[Path, os.stat_result]]:
@@ -158,6 +158,14 @@ def touch(path: Path) -> None:
     """Mark a file as used now; its time of change stays."""
     with contextlib.suppress(OSError):
         os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
+
+
+def _space(path: Path, state: os.stat_result) -> int:
+    """Bytes of a file; of one that is being fetched, those it will have, which its name tells."""
+    if not path.name.endswith(_PART):
+        return state.st_size
+    told = path.name.removesuffix(_PART).rpartition(".")[2]
+    return max(state.st_size, int(told) if told.isdigit() else 0)
 
 
 def _lock_file(path: Path) -> IO[str]:

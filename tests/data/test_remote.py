@@ -284,7 +284,7 @@ def test_a_file_is_fetched_once_and_a_stale_part_is_replaced(tmp_path):
     cache = ShardCache(tmp_path, 100)
     path = cache.path("x", "a.tar")
     path.parent.mkdir()
-    path.with_name("a.tar.part").write_bytes(b"left by a process that was killed")
+    path.with_name("a.tar.5.part").write_bytes(b"left by a process that was killed")
     fetched = []
 
     def fetch(target) -> None:
@@ -300,6 +300,20 @@ def test_a_file_is_fetched_once_and_a_stale_part_is_replaced(tmp_path):
         thread.join(20)
     assert (len(fetched), path.read_bytes()) == (1, b"12345")
     assert sorted(os.listdir(path.parent)) == ["a.tar", "lock"]
+
+
+def test_what_is_being_fetched_takes_its_whole_room(tmp_path):
+    """Stores' clients begin a file empty, whatever stood there."""
+    cache = ShardCache(tmp_path, 100)
+    first, second = cache.path("x", "a.tar"), cache.path("y", "b.tar")
+
+    def fetch(target) -> None:
+        target.write_bytes(b"")
+        cache.fetch_ahead(second, 60, lambda other: other.write_bytes(b"2" * 60))
+        target.write_bytes(b"1" * 60)
+
+    cache.fetch_ahead(first, 60, fetch)
+    assert first.exists() and not second.exists()
 
 
 def test_a_file_that_vanishes_while_room_is_made_is_no_matter(tmp_path, monkeypatch):
