@@ -7,7 +7,8 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export ACCELERATE_MIXED_PRECISION=${ACCELERATE_MIXED_PRECISION:-bf16}
 # srun does not take it over from sbatch by itself.
 export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}
-if [ -f .venv/bin/activate ]; then
+# The project's own environment, unless another one is active.
+if ! command -v torchrun > /dev/null && [ -f .venv/bin/activate ]; then
   source .venv/bin/activate
 fi
 
