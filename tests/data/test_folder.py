@@ -108,8 +108,11 @@ def test_a_path_leads_to_the_right_source(tmp_path):
         ("shards/{0..0}.tar", ShardSource),
     ]:
         assert type(source_from_path(str(tmp_path / path))) is kind
-    with pytest.raises(ValueError, match=r"is no data source; give a folder with \.tar shards"):
+    with pytest.raises(ValueError, match="there is no such file or folder"):
         source_from_path(str(tmp_path / "nothing"))
+    (tmp_path / "notes.txt").write_text("no data")
+    with pytest.raises(ValueError, match=r"is no data source; give a folder with \.tar shards"):
+        source_from_path(str(tmp_path / "notes.txt"))
     with pytest.raises(ValueError, match="only local files are read"):
         source_from_path("pipe:curl x")
 
