@@ -27,14 +27,19 @@ class Entry:
     reshape: bool = False
     """The axes after the first differ, such as a convolution's and a Linear's, or the tensor is a
     scalar that one side holds as a vector of 1."""
+    transpose: bool = False
+    """Their matrix is ours transposed: they compute `x @ W`, as JAX does and CLIP's projections."""
+
+    def __post_init__(self):
+        assert not (self.transpose and self.reshape), f"{self.theirs}: transposed or reshaped"
 
 
 Table = tuple[Entry, ...]
 
 
-def same(theirs: str, ours: str, *, reshape: bool = False) -> Entry:
+def same(theirs: str, ours: str, *, reshape: bool = False, transpose: bool = False) -> Entry:
     """The same tensor under another name."""
-    return Entry(theirs, (ours,), reshape)
+    return Entry(theirs, (ours,), reshape, transpose)
 
 
 def affine(theirs: str, ours: str, *, bias: bool = True) -> list[Entry]:
@@ -65,10 +70,11 @@ def to_ours(
     result, wrong = {}, []
     for entry in table:
         parts = [like[name].shape for name in entry.ours]
-        tensor = state[entry.theirs]
-        if not _fits(tensor.shape, _joined(parts), entry.reshape):
-            wrong.append(_wrong_shape(entry.theirs, tensor, _joined(parts)))
+        tensor, needed = state[entry.theirs], _turned(_joined(parts), entry)
+        if not _fits(tensor.shape, needed, entry.reshape):
+            wrong.append(_wrong_shape(entry.theirs, tensor, needed))
             continue
+        tensor = tensor.t().contiguous() if entry.transpose else tensor
         pieces = tensor.split([part[0] for part in parts]) if len(parts) > 1 else [tensor]
         for name, piece in zip(entry.ours, pieces, strict=True):
             result[name] = piece.reshape(like[name].shape)
@@ -86,11 +92,12 @@ def from_ours(
     for entry in table:
         parts = [state[name] for name in entry.ours]
         tensor = torch.cat(parts) if len(parts) > 1 else parts[0]
-        needed = like[entry.theirs].shape
+        needed = _turned(like[entry.theirs].shape, entry)
         if not _fits(tensor.shape, needed, entry.reshape):
             wrong.append(_wrong_shape(" + ".join(entry.ours), tensor, needed))
             continue
-        result[entry.theirs] = tensor.reshape(needed)
+        tensor = tensor.t().contiguous() if entry.transpose else tensor
+        result[entry.theirs] = tensor.reshape(like[entry.theirs].shape)
     _refuse(wrong)
     return result
 
@@ -124,6 +131,11 @@ def _joined(shapes: list[torch.Size]) -> torch.Size:
     if len(shapes) == 1:
         return shapes[0]
     return torch.Size([sum(shape[0] for shape in shapes), *shapes[0][1:]])
+
+
+def _turned(shape: torch.Size, entry: Entry) -> torch.Size:
+    """The shape on the other side of an entry."""
+    return torch.Size(reversed(shape)) if entry.transpose else shape
 
 
 def _fits(found: torch.Size, needed: torch.Size, reshape: bool) -> bool:

@@ -11,6 +11,7 @@ TABLE = (
     same("conv.weight", "patch.weight", reshape=True),
     *affine("ln", "norm"),
     Entry("qkv", ("q", "k", "v")),
+    same("proj", "proj.weight", transpose=True),
 )
 
 
@@ -21,6 +22,7 @@ def theirs() -> dict[str, Tensor]:
         "ln.weight": torch.randn(7),
         "ln.bias": torch.randn(7),
         "qkv": torch.randn(9, 2),
+        "proj": torch.randn(2, 5),
     }
 
 
@@ -33,6 +35,7 @@ def ours() -> dict[str, Tensor]:
         "q": torch.zeros(3, 2),
         "k": torch.zeros(3, 2),
         "v": torch.zeros(3, 2),
+        "proj.weight": torch.zeros(5, 2),
     }
 
 
@@ -42,6 +45,7 @@ def test_tensors_get_our_names_and_shapes():
     assert {name: x.shape for name, x in result.items()} == {n: x.shape for n, x in ours().items()}
     assert torch.equal(result["patch.weight"], state["conv.weight"].flatten(1))
     assert torch.equal(result["k"], state["qkv"][3:6])
+    assert torch.equal(result["proj.weight"], state["proj"].T)
     assert result["temperature"] == state["scale"][0]
 
 
@@ -59,6 +63,24 @@ def test_parts_of_different_heights_are_split_where_they_belong():
     result = to_ours(table, state, like)
     assert torch.equal(result["v"], state["kv"][2:])
     assert torch.equal(from_ours(table, result, state)["kv"], state["kv"])
+
+
+def test_parts_are_transposed_before_they_are_split_and_after_they_are_joined():
+    table = (Entry("kv", ("k", "v"), transpose=True),)
+    like = {"k": torch.zeros(2, 3), "v": torch.zeros(5, 3)}
+    state = {"kv": torch.randn(3, 7)}
+    result = to_ours(table, state, like)
+    assert torch.equal(result["v"], state["kv"][:, 2:].T)
+    assert torch.equal(from_ours(table, result, state)["kv"], state["kv"])
+
+
+def test_a_matrix_that_was_not_transposed_is_refused_with_the_shapes_of_its_own_side():
+    state = theirs() | {"proj": torch.zeros(5, 2)}
+    with pytest.raises(ValueError, match=r"proj has shape \[5, 2\], needed \[2, 5\]"):
+        to_ours(TABLE, state, ours())
+    state = ours() | {"proj.weight": torch.zeros(2, 5)}
+    with pytest.raises(ValueError, match=r"proj.weight has shape \[2, 5\], needed \[5, 2\]"):
+        from_ours(TABLE, state, theirs())
 
 
 CONVERSIONS = {"to_ours": (to_ours, theirs, ours), "from_ours": (from_ours, ours, theirs)}
