@@ -14,6 +14,7 @@ from multimodal.models.build import build_model
 from multimodal.models.two_tower import TwoTower
 from multimodal.weights import hf
 from multimodal.weights.mapping import Table, affine, from_ours, same, to_ours
+from multimodal.weights.require import require
 
 _NEEDED = {
     "image": hf.PLAIN_ENCODER
@@ -107,7 +108,7 @@ def clip_config(
     Raises:
         ValueError: when there is none.
     """
-    hf.require(section, _NEEDED, "CLIPModel")
+    require(section, _NEEDED, "transformers' CLIPModel")
     if eos_id == hf.LEGACY_EOS:
         raise ValueError(
             f"eos_id={eos_id}: transformers' CLIPModel takes {hf.LEGACY_EOS} to mean 'pool at the "

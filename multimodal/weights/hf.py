@@ -6,7 +6,6 @@ activation or epsilon weights load without a complaint.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -88,32 +87,6 @@ def encoder_config(section: config.Encoder) -> dict[str, Any]:
         "hidden_act": ACTIVATIONS[section.activation],
         "layer_norm_eps": section.norm_eps,
     }
-
-
-def require(section: config.Model, needed: Mapping[str, Mapping[str, tuple]], target: str) -> None:
-    """Refuse settings that a model of transformers does not have.
-
-    Args:
-        section: our settings.
-        needed: part of the section ("" for itself) to setting to allowed values.
-        target: name of their model, for the message.
-
-    Raises:
-        ValueError: listing all settings at fault.
-    """
-    wrong = [
-        f"model.{f'{part}.' if part else ''}{name}={value!r} (needed {_either(allowed)})"
-        for part, settings in needed.items()
-        for name, allowed in settings.items()
-        if (value := getattr(getattr(section, part) if part else section, name, None))
-        not in allowed
-    ]
-    if wrong:
-        raise ValueError(f"transformers' {target} cannot be this model: {'; '.join(wrong)}")
-
-
-def _either(values: Iterable[object]) -> str:
-    return " or ".join(repr(value) for value in values)
 
 
 @torch.no_grad()

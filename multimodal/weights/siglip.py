@@ -13,6 +13,7 @@ from multimodal.models.build import build_model
 from multimodal.models.two_tower import TwoTower
 from multimodal.weights import hf
 from multimodal.weights.mapping import Entry, Table, affine, from_ours, same, to_ours
+from multimodal.weights.require import require
 
 _NEEDED = {
     "image": hf.PLAIN_ENCODER
@@ -134,7 +135,7 @@ def siglip_config(
     Raises:
         ValueError: when there is none.
     """
-    hf.require(section, _NEEDED, "SiglipModel")
+    require(section, _NEEDED, "transformers' SiglipModel")
     if section.logit_bias is None:
         raise ValueError("transformers' SiglipModel has a logit_bias; set model.logit_bias")
     image, text = section.image, section.text
