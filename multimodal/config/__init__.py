@@ -30,6 +30,7 @@ from multimodal.config.model import (
     HfTokenizer,
     ImageTower,
     Model,
+    OpenAiTokenizer,
     Preprocess,
     TextTower,
     TimmImage,

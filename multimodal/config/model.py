@@ -192,9 +192,22 @@ class HfTokenizer(Section):
     """As for `bpe`, before its own rules. SigLIP: all but `unescape`; SigLIP 2: `lower`."""
 
 
+class OpenAiTokenizer(Section):
+    """The BPE of 49,408 ids of OpenAI's CLIP, as OpenCLIP applies it to texts."""
+
+    kind: Literal["openai"]
+    """The BPE of OpenAI's CLIP, with the ids that OpenCLIP gives (but for its use of ftfy)."""
+    vocabulary: str | None = None
+    """tokenizer.json, merges.txt, or a folder with one; null looks into open_clip, then the hub."""
+    clean: list[Cleaning] = ["unescape"]
+    """As for `bpe`. White space is joined and case lowered in any case."""
+
+
 ImageTower = Annotated[VitImage | TimmImage, Field(discriminator="kind")]
 TextTower = Annotated[TransformerText | HfText, Field(discriminator="kind")]
-TokenizerSection = Annotated[BpeTokenizer | HfTokenizer, Field(discriminator="kind")]
+TokenizerSection = Annotated[
+    BpeTokenizer | HfTokenizer | OpenAiTokenizer, Field(discriminator="kind")
+]
 
 
 class Model(Section):

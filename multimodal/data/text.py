@@ -1,4 +1,4 @@
-"""Texts to token ids: a byte-level BPE trained on the run's captions, or one from transformers.
+"""Texts to token ids: a byte-level BPE trained on the run's captions, or one that exists.
 
     texts -> clean -> ids of the plain text -> cut -> start and end token around -> pad on the right
 
@@ -26,8 +26,15 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, tra
 from tokenizers import Tokenizer as Backend
 from torch import Tensor
 
-from multimodal.config import BpeTokenizer, Cleaning, HfTokenizer, TokenizerSection
-from multimodal.data.hf_tokenizer import read_hf_tokenizer
+from multimodal.config import (
+    BpeTokenizer,
+    Cleaning,
+    HfTokenizer,
+    OpenAiTokenizer,
+    TokenizerSection,
+)
+from multimodal.data.hf_tokenizer import HfParts, read_hf_tokenizer
+from multimodal.data.openai_bpe import read_openai_bpe
 
 # Loader processes are forked, and a thread pool of the parent would hang there.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -218,16 +225,16 @@ def build_tokenizer(
     vocab_size: int | None,
     captions: Iterable[str],
 ) -> Tokenizer:
-    """Train a tokenizer on captions, or take one from transformers.
+    """Train a tokenizer on captions, or take one of transformers or OpenAI's.
 
     Args:
         section: Which.
         context_length: Longest text in tokens, start and end included.
         fixed_length: Pad each batch to `context_length`.
         vocab_size: Rows of the model's token embedding; None when not known, which only a tokenizer
-            from transformers allows.
-        captions: Texts to train on; not read for a tokenizer from transformers. The same captions
-            give the same tokenizer.
+            that exists allows.
+        captions: Texts to train on; not read for a tokenizer that exists. The same captions give
+            the same tokenizer.
 
     Raises:
         ValueError: when the tokenizer cannot be had or does not fit the model.
@@ -237,7 +244,9 @@ def build_tokenizer(
         case BpeTokenizer():
             tokenizer = _train(section, captions, vocab_size, **lengths)
         case HfTokenizer():
-            tokenizer = _from_transformers(section, **lengths)
+            tokenizer = _put_together(read_hf_tokenizer(section.name), section.clean, **lengths)
+        case OpenAiTokenizer():
+            tokenizer = _put_together(read_openai_bpe(section.vocabulary), section.clean, **lengths)
         case _:
             raise TypeError(f"tokenizer section of type {type(section).__name__}")
     if vocab_size is not None and tokenizer.vocab_size > vocab_size:
@@ -293,9 +302,8 @@ def _train(
     )
 
 
-def _from_transformers(section: HfTokenizer, **lengths: Any) -> Tokenizer:
-    found = read_hf_tokenizer(section.name)
-    if steps := _cleaning(section.clean):
+def _put_together(found: HfParts, clean: list[Cleaning], **lengths: Any) -> Tokenizer:
+    if steps := _cleaning(clean):
         own = [found.backend.normalizer] if found.backend.normalizer is not None else []
         found.backend.normalizer = normalizers.Sequence([*steps, *own])
     return Tokenizer(
@@ -304,7 +312,7 @@ def _from_transformers(section: HfTokenizer, **lengths: Any) -> Tokenizer:
         eos_id=found.eos_id,
         pad_id=found.pad_id,
         vocab_size=max(_count_ids(found.backend), found.pad_id + 1),
-        unescape="unescape" in section.clean,
+        unescape="unescape" in clean,
         **lengths,
     )
 
