@@ -1,23 +1,25 @@
 """What the two-tower models of transformers share: names of weights, settings, a parity check.
 
-`clip` and `siglip` add what is particular to them. Conversions end in `check_parity`: with a wrong
-activation or epsilon weights load without a complaint.
+`clip` and `siglip` add what is particular to them. What is loaded ends in `check_parity`, what is
+written in `convert`.
 """
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from multimodal import config
-from multimodal.models.two_tower import TwoTower, unit_length
+from multimodal.models.two_tower import TwoTower
+from multimodal.weights import parity
 from multimodal.weights.mapping import Entry, affine, same
+from multimodal.weights.parity import Theirs
 
-PARITY_TOLERANCE = 1e-4
-"""Largest distance of two unit vectors. float32 gives 1e-6; exact for tanh GELU gives 3e-4."""
+LOADED_TOLERANCE = 1e-4
+"""Largest distance of two unit vectors after a load: large weights may round to more than 1e-5."""
 LEGACY_EOS = 2
 ACTIVATIONS = {"quick_gelu": "quick_gelu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
 """Ours to theirs."""
@@ -89,48 +91,44 @@ def encoder_config(section: config.Encoder) -> dict[str, Any]:
     }
 
 
-@torch.no_grad()
 def check_parity(model: TwoTower, theirs: PreTrainedModel, section: config.Model) -> None:
-    """Compare both models on random pictures and texts of several lengths.
+    """Compare our model with the one that it was made from, on random pictures and tokens.
 
     Raises:
-        ValueError: when their unit vectors are further apart than `PARITY_TOLERANCE`.
+        ValueError: when their unit vectors are further apart than `LOADED_TOLERANCE`.
     """
-    generator = torch.Generator().manual_seed(0)
-    size = section.image.image_size
-    pixels = torch.randn(2, 3, size, size, generator=generator)
-    tokens, lengths = _random_texts(section.text, theirs.config.text_config, generator)
-    training = model.training, theirs.training
-    ours = model.eval()(pixels, tokens, lengths)
-    image = unit_length(features_of(theirs.eval().get_image_features(pixels)))
-    text = unit_length(features_of(theirs.get_text_features(tokens)))
-    model.train(training[0]), theirs.train(training[1])
-    for name, a, b in (("image", ours.image, image), ("text", ours.text, text)):
-        distance = (a - b).norm(dim=1).max().item()
-        if not distance <= PARITY_TOLERANCE:
-            raise ValueError(
-                f"converted {name} features are {distance:.1e} away from the original's, "
-                f"allowed {PARITY_TOLERANCE}; a setting such as activation, epsilon or pooling "
-                "does not fit these weights"
-            )
+    text, found = section.text, theirs.config.text_config
+    ids = range(text.vocab_size)
+    eos, pad = found.eos_token_id, found.pad_token_id
+    # SigLIP files name ids that it does not have; nothing there is pooled by them.
+    if eos == LEGACY_EOS or (text.fixed_length and eos not in ids):
+        eos = text.vocab_size - 1
+    rows = parity.compare_towers(
+        model,
+        as_theirs(theirs.eval(), tolerance=LOADED_TOLERANCE),
+        image_size=section.image.image_size,
+        context_length=text.context_length,
+        fixed_length=text.fixed_length,
+        vocab_size=text.vocab_size,
+        eos_id=eos,
+        pad_id=pad if pad in ids else eos,
+    )
+    parity.refuse_failed(rows, "the converted model does not give the original's features")
+
+
+def as_theirs(model: PreTrainedModel, *, tolerance: float = parity.TOLERANCE) -> Theirs:
+    """A `CLIPModel` or `SiglipModel`, for a comparison of its towers."""
+    bias = getattr(model, "logit_bias", None)
+    return Theirs(
+        library=f"transformers {version('transformers')}",
+        image=lambda pixels: features_of(model.get_image_features(pixel_values=pixels)),
+        text=lambda tokens, lengths: features_of(model.get_text_features(input_ids=tokens)),
+        logit_scale=model.logit_scale.exp().item(),
+        logit_bias=None if bias is None else bias.item(),
+        tolerance=tolerance,
+    )
 
 
 def features_of(output: Any) -> Tensor:
     """The features that `get_*_features` gives: a tensor in transformers 4, a field of 5."""
     return output if isinstance(output, Tensor) else output.pooler_output
-
-
-def _random_texts(
-    section: config.TransformerText, theirs: PretrainedConfig, generator: torch.Generator
-) -> tuple[Tensor, Tensor]:
-    """Tokens [3, L] and lengths [3], each with one end-of-text token; the rest is padding."""
-    length, vocab = section.context_length, section.vocab_size
-    eos = vocab - 1 if theirs.eos_token_id == LEGACY_EOS else theirs.eos_token_id
-    lengths = torch.tensor([length, max(1, length // 2), 1])
-    tokens = torch.randint(vocab - 1, (3, length), generator=generator)
-    tokens[tokens == eos] = vocab - 1
-    if not section.fixed_length:
-        if not 0 <= eos < vocab:
-            raise ValueError(f"eos_token_id={eos} is outside the {vocab} tokens of the model")
-        tokens[torch.arange(3), lengths - 1] = eos
-    return tokens, lengths

@@ -213,13 +213,13 @@ class Pretrained:
             raise ValueError(f"image {index} ({name}) cannot be used: {error}") from error
 
     def _embed_pixels(self, images: UInt8[Tensor, "B 3 S S"]) -> Float32[Tensor, "B D"]:
-        with _inference(self.model):
+        with inference(self.model):
             return self.model.encode_image(images.to(self.device)).float().cpu()
 
     def _embed_tokens(
         self, tokens: Int64[Tensor, "B L"], lengths: Int64[Tensor, "B"]
     ) -> Float32[Tensor, "B D"]:
-        with _inference(self.model):
+        with inference(self.model):
             features = self.model.encode_text(tokens.to(self.device), lengths.to(self.device))
             return features.float().cpu()
 
@@ -261,7 +261,8 @@ def _listed(items: Sequence, name: str, kind: type) -> list:
 
 
 @contextmanager
-def _inference(model: torch.nn.Module) -> Iterator[None]:
+def inference(model: torch.nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients; afterwards every module is in the mode it was in."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

@@ -97,7 +97,6 @@ def export_siglip(
     theirs = SiglipModel(siglip_config(section, bos_id=bos_id, eos_id=eos_id, pad_id=pad_id))
     state = from_ours(siglip_table(section), model.state_dict(), theirs.state_dict())
     theirs.load_state_dict(state)
-    hf.check_parity(model, theirs, section)
     return theirs.eval()
 
 

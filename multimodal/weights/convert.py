@@ -1,0 +1,156 @@
+"""From our model to files that other tools read, each proven by reading it back with that tool.
+
+    write into OUT.part -> reopen with the real library -> compare -> parity.json -> rename to OUT
+
+A target is a module with `write` and `reopen`, and one line in `_writer`.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple, get_args
+
+from PIL import Image
+
+import multimodal
+from multimodal.errors import RunStopped
+from multimodal.files import Lock, move_folder, write_atomically
+from multimodal.weights.parity import Row, Theirs, compare
+from multimodal.weights.pretrained import Pretrained
+
+Target = Literal["hf", "sentence-transformers", "siglip", "open_clip", "onnx", "timm"]
+TARGETS: tuple[Target, ...] = get_args(Target)
+PARITY_FILE = "parity.json"
+
+
+class Writer(NamedTuple):
+    """How a format is written and read back."""
+
+    write: Callable[[Pretrained, Path], None]
+    """Into a folder that is there and empty. Raises a ValueError that lists all that the format
+    cannot hold, before it writes anything."""
+    reopen: Callable[[Path], Theirs]
+    """Read with the real library. Raises an ImportError when that is not installed."""
+    usage: str
+    """How others read it; `{out}` stands for the folder."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the comparison gave."""
+
+    library: str | None
+    """What read the files; None when it is not installed."""
+    rows: Sequence[Row]
+    not_checked: str | None
+    """Why nothing was compared."""
+    fingerprint: str
+    """Of the model that was converted."""
+
+    @property
+    def failed(self) -> list[Row]:
+        return [row for row in self.rows if not row.passed]
+
+    def as_dict(self) -> dict:
+        """Plain JSON values, as in parity.json."""
+        return {
+            "multimodal": multimodal.__version__,
+            "fingerprint": self.fingerprint,
+            "library": self.library,
+            "not_checked": self.not_checked,
+            "passed": None if self.not_checked else not self.failed,
+            "rows": [row.as_dict() for row in self.rows],
+        }
+
+
+class Converted(NamedTuple):
+    """Attributes:
+    report: What the comparison gave.
+    usage: A line with which the other library reads the result.
+    """
+
+    report: Report
+    usage: str
+
+
+def convert(
+    pretrained: Pretrained,
+    out: Path,
+    to: Target,
+    *,
+    pictures: Sequence[Image.Image] | None = None,
+) -> Converted:
+    """Write a model for another library, read it with that library and compare.
+
+    Args:
+        pretrained: the model, on the CPU.
+        out: the folder to make.
+        to: the format.
+        pictures: real ones for the comparison; by default some are made.
+
+    Raises:
+        ValueError: when the format cannot hold the model, or `out` is there already.
+        RunStopped: when the other library does not give the same; the files are in `OUT.part`.
+    """
+    writer = _writer(to)
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise ValueError(f"{out} is there already and not an empty folder; give a new one")
+    part = out.with_name(f"{out.name}.part")
+    if part.is_file():
+        raise ValueError(f"{part} is a file, where the result is prepared; remove it")
+    lock = Lock(part, f"{out}", "another OUT")
+    try:
+        _empty(part)
+        writer.write(pretrained, part)
+        report = _check(pretrained, part, writer, pictures)
+        text = json.dumps(report.as_dict(), indent=2) + "\n"
+        write_atomically(part / PARITY_FILE, lambda path: path.write_text(text, encoding="utf-8"))
+        if report.failed:
+            wrong = "\n  ".join(row.line() for row in report.failed)
+            raise RunStopped(
+                f"{report.library} does not give the same as this model; the files are left in "
+                f"{part}, not to be used:\n  {wrong}"
+            )
+    except ValueError:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+    finally:
+        lock.remove()
+    if out.is_dir():
+        out.rmdir()
+    move_folder(part, out)
+    return Converted(report, writer.usage.format(out=out))
+
+
+def _writer(to: Target) -> Writer:
+    match to:
+        case "hf":
+            from multimodal.weights import hf_folder
+
+            return Writer(hf_folder.write, hf_folder.reopen, hf_folder.USAGE)
+        case _:
+            raise ValueError(f"--to {to!r}: known are {', '.join(TARGETS)}")
+
+
+def _check(
+    pretrained: Pretrained, folder: Path, writer: Writer, pictures: Sequence[Image.Image] | None
+) -> Report:
+    fingerprint = pretrained.fingerprint()
+    try:
+        theirs = writer.reopen(folder)
+    except ImportError as error:
+        return Report(None, [], str(error), fingerprint)
+    return Report(theirs.library, compare(pretrained, theirs, pictures), None, fingerprint)
+
+
+def _empty(folder: Path) -> None:
+    """Remove what a failed conversion has left."""
+    for path in folder.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name != ".lock":
+            path.unlink()
