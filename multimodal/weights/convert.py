@@ -102,28 +102,25 @@ def convert(
     part = out.with_name(f"{out.name}.part")
     if part.is_file():
         raise ValueError(f"{part} is a file, where the result is prepared; remove it")
-    lock = Lock(part, f"{out}", "another OUT")
+    lock = Lock(part, str(out), "another OUT")
     try:
         _empty(part)
-        writer.write(pretrained, part)
+        _write(writer, pretrained, part)
         report = _check(pretrained, part, writer, pictures)
         text = json.dumps(report.as_dict(), indent=2) + "\n"
         write_atomically(part / PARITY_FILE, lambda path: path.write_text(text, encoding="utf-8"))
-        if report.failed:
-            wrong = "\n  ".join(row.line() for row in report.failed)
-            raise RunStopped(
-                f"{report.library} does not give the same as this model; the files are left in "
-                f"{part}, not to be used:\n  {wrong}"
-            )
-    except ValueError:
-        shutil.rmtree(part, ignore_errors=True)
-        raise
     finally:
         lock.remove()
+    if report.failed:
+        wrong = "\n  ".join(row.line() for row in report.failed)
+        raise RunStopped(
+            f"{report.library} does not give the same as this model; the files, not to be used, "
+            f"are in {part}:\n  {wrong}"
+        )
     if out.is_dir():
         out.rmdir()
     move_folder(part, out)
-    return Converted(report, writer.usage.format(out=out))
+    return Converted(report, writer.usage.format(out=str(out)))
 
 
 def _writer(to: Target) -> Writer:
@@ -131,9 +128,21 @@ def _writer(to: Target) -> Writer:
         case "hf":
             from multimodal.weights import hf_folder
 
-            return Writer(hf_folder.write, hf_folder.reopen, hf_folder.USAGE)
+            return Writer(hf_folder.write_clip, hf_folder.reopen, hf_folder.CLIP_USAGE)
+        case "siglip":
+            from multimodal.weights import hf_folder
+
+            return Writer(hf_folder.write_siglip, hf_folder.reopen, hf_folder.SIGLIP_USAGE)
         case _:
             raise ValueError(f"--to {to!r}: known are {', '.join(TARGETS)}")
+
+
+def _write(writer: Writer, pretrained: Pretrained, folder: Path) -> None:
+    try:
+        writer.write(pretrained, folder)
+    except ValueError:
+        shutil.rmtree(folder)
+        raise
 
 
 def _check(
@@ -142,9 +151,14 @@ def _check(
     fingerprint = pretrained.fingerprint()
     try:
         theirs = writer.reopen(folder)
+        rows = compare(pretrained, theirs, pictures)
     except ImportError as error:
         return Report(None, [], str(error), fingerprint)
-    return Report(theirs.library, compare(pretrained, theirs, pictures), None, fingerprint)
+    except Exception as error:  # of another library, which may raise any
+        raise RunStopped(
+            f"the files in {folder} cannot be used: {type(error).__name__}: {error}"
+        ) from error
+    return Report(theirs.library, rows, None, fingerprint)
 
 
 def _empty(folder: Path) -> None:

@@ -116,8 +116,8 @@ def check_parity(model: TwoTower, theirs: PreTrainedModel, section: config.Model
     parity.refuse_failed(rows, "the converted model does not give the original's features")
 
 
-def as_theirs(model: PreTrainedModel, *, tolerance: float = parity.TOLERANCE) -> Theirs:
-    """A `CLIPModel` or `SiglipModel`, for a comparison of its towers."""
+def as_theirs(model: PreTrainedModel, **more: Any) -> Theirs:
+    """A `CLIPModel` or `SiglipModel` for a comparison; `more` is what else is known of it."""
     bias = getattr(model, "logit_bias", None)
     return Theirs(
         library=f"transformers {version('transformers')}",
@@ -125,7 +125,7 @@ def as_theirs(model: PreTrainedModel, *, tolerance: float = parity.TOLERANCE) ->
         text=lambda tokens, lengths: features_of(model.get_text_features(input_ids=tokens)),
         logit_scale=model.logit_scale.exp().item(),
         logit_bias=None if bias is None else bias.item(),
-        tolerance=tolerance,
+        **more,
     )
 
 
