@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Literal, NoReturn
@@ -19,24 +19,26 @@ from typing import Annotated, Literal, NoReturn
 import typer
 from pydantic import BaseModel
 
-from multimodal.config import Config, EvaluateConfig
-from multimodal.config_io import (
-    dump_yaml,
-    expand_home,
-    help_text,
-    is_override,
-    is_yaml,
-    load_config,
-    read_yaml,
+from multimodal.cli_data import app as data_commands
+from multimodal.cli_options import (
+    A_SOURCE,
+    OF_USERS,
+    AsJson,
+    BatchSize,
+    CaptionColumn,
+    Device,
+    ImageColumn,
+    ModelArgument,
+    Separator,
+    Workers,
+    progress,
+    verbatim,
 )
+from multimodal.config import Config, EvaluateConfig
+from multimodal.config_io import dump_yaml, expand_home, help_text, is_override, load_config
 from multimodal.errors import RunStopped
 from multimodal.launcher import launcher
 
-_OF_USERS = (
-    *(FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError),
-    PermissionError,
-)
-"""Errors that come from the paths that a user gave."""
 _PATIENCE = 10
 """Seconds that a launcher has to end a process which keeps quiet, since another tells why."""
 
@@ -49,35 +51,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-_A_SOURCE = (
-    "Shards, a table, a folder of pictures, or a YAML file with the settings of one source, as "
-    "they stand below data.train (kind: hub, name: ...)."
-)
-ModelArgument = Annotated[
-    str,
-    typer.Argument(
-        help="Folder of a run, a checkpoint or a model, or hf:FOLDER of a CLIP or SigLIP model."
-    ),
-]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps.")]
-BatchSize = Annotated[int, typer.Option(help="Pictures encoded at once.", min=1)]
-Workers = Annotated[int, typer.Option(help="Loader processes.", min=0)]
-ImageColumn = Annotated[str, typer.Option(help="Column of a table with paths or pictures.")]
-CaptionColumn = Annotated[str, typer.Option(help="Column of a table with captions.")]
-Separator = Annotated[
-    str | None,
-    typer.Option(help="Character between the columns of a CSV or TSV table, if not , or tab."),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
-
-
-def _verbatim(text: str) -> str:
-    """Keep click from rewrapping a help text."""
-    return "\n\n".join("\b\n" + part for part in text.split("\n\n"))
-
 
 @app.command(
-    epilog=_verbatim(
+    epilog=verbatim(
         "Example:\n  multimodal train configs/recipes/quickstart.yaml optim.lr=1e-3\n\n"
         "Settings (files merge left to right, then key=value):\n" + help_text(Config)
     ),
@@ -110,7 +86,7 @@ def train(
 
 
 @app.command(
-    epilog=_verbatim(
+    epilog=verbatim(
         "Example:\n  multimodal checkpoints runs/quickstart\n\n"
         "Exit code 1 when there are checkpoints and none is sound."
     ),
@@ -123,7 +99,7 @@ def checkpoints(
     """List the checkpoints of a run: their state and metrics, and which one a resume takes."""
     from multimodal.train import checkpoint_list
 
-    with _progress("verify", checkpoint_list.bytes_of(run) if verify else None) as advance:
+    with progress("verify", checkpoint_list.bytes_of(run) if verify else None) as advance:
         found = checkpoint_list.list_checkpoints(run, verify=verify, progress=advance)
     if as_json:
         typer.echo(json.dumps([entry.as_dict() for entry in found], indent=2))
@@ -134,7 +110,7 @@ def checkpoints(
 
 
 @app.command(
-    epilog=_verbatim(
+    epilog=verbatim(
         "Example:\n  multimodal evaluate runs/quickstart configs/data/openmoji.yaml\n\n"
         "Without a config the run's own evaluations are repeated."
     ),
@@ -181,7 +157,7 @@ def evaluate(
 
 
 @app.command(
-    epilog=_verbatim(
+    epilog=verbatim(
         'Example:\n  multimodal classify runs/quickstart pizza.png --labels "cat,pizza"'
     ),
 )
@@ -241,10 +217,10 @@ def _read_lines(path: Path) -> list[str]:
     return [line.strip() for line in lines if line.strip()]
 
 
-@app.command(epilog=_verbatim("Example:\n  multimodal embed runs/quickstart photos/ embeddings/"))
+@app.command(epilog=verbatim("Example:\n  multimodal embed runs/quickstart photos/ embeddings/"))
 def embed(
     model: ModelArgument,
-    data: Annotated[str, typer.Argument(help=_A_SOURCE)],
+    data: Annotated[str, typer.Argument(help=A_SOURCE)],
     out: Annotated[Path, typer.Argument(help="Folder to write; an unfinished one is completed.")],
     dtype: Annotated[
         Literal["float16", "float32"], typer.Option(help="Number format of the vectors.")
@@ -267,7 +243,7 @@ def embed(
     from multimodal.embed.export import export
     from multimodal.weights.load import load
 
-    with _progress("embed", len(source)) as advance:
+    with progress("embed", len(source)) as advance:
         export(
             load(model, device=device),
             source,
@@ -281,7 +257,7 @@ def embed(
         )
 
 
-@app.command(epilog=_verbatim('Example:\n  multimodal search embeddings/ "a slice of pizza"'))
+@app.command(epilog=verbatim('Example:\n  multimodal search embeddings/ "a slice of pizza"'))
 def search(
     index: Annotated[Path, typer.Argument(help="Folder written by `multimodal embed`.")],
     query: Annotated[str, typer.Argument(help="A text, or the path of a picture.")],
@@ -312,169 +288,7 @@ def search(
         typer.echo(f"{row.score:.3f}  {row.metadata['caption']}  ({place})")
 
 
-@app.command(
-    epilog=_verbatim(
-        "Examples:\n  multimodal pack photos/ shards/ --short-side 256 --format jpeg --quality 90\n"
-        "  multimodal pack table.csv shards/ --image-column file --splits val=0.01,test=0.01\n"
-        "  multimodal pack source.yaml shards/    # in it: kind: hub, name: ..., split: ...\n"
-        "  multimodal pack demo:openmoji data/openmoji"
-    ),
-)
-def pack(
-    source: Annotated[str, typer.Argument(help=f"{_A_SOURCE} Or demo:openmoji.")],
-    out: Annotated[Path, typer.Argument(help="Folder to write; a stopped pack is completed.")],
-    samples_per_shard: Annotated[int, typer.Option(help="Samples in a shard.", min=1)] = 10_000,
-    short_side: Annotated[
-        int | None, typer.Option(help="Scale larger pictures down to this short side.", min=1)
-    ] = None,
-    format: Annotated[
-        Literal["jpeg", "webp"] | None,
-        typer.Option(help="Encode all others anew in this format; default: only scaled, as jpeg."),
-    ] = None,
-    quality: Annotated[
-        int, typer.Option(help="Of pictures that are encoded anew.", min=1, max=100)
-    ] = 90,
-    splits: Annotated[
-        str | None, typer.Option(help="Sub-folders and their shares, such as val=0.01,test=0.01.")
-    ] = None,
-    image_column: ImageColumn = "image",
-    caption_column: CaptionColumn = "caption",
-    separator: Separator = None,
-    workers: Annotated[
-        int | None,
-        typer.Option(help="Processes; default: one a CPU if pictures are encoded anew.", min=0),
-    ] = None,
-) -> None:
-    """Write tar shards in the WebDataset layout; a picture without a caption is left out.
-
-    Pictures are kept byte for byte, or, with --short-side or --format, encoded anew where they are
-    larger or of another format: upright, without metadata. The result is the same for any number
-    of processes.
-    """
-    if source == "demo:openmoji":
-        from multimodal.data.demo import pack_openmoji
-
-        with _progress("draw", None) as advance:
-            pack_openmoji(out, progress=advance)
-        return
-    from multimodal.data.build import source_from_path
-    from multimodal.data.splits import REST, parse_splits
-
-    shares = parse_splits(splits) if splits else None
-    opened = source_from_path(
-        source, image_column=image_column, caption_column=caption_column, separator=separator
-    )
-    from multimodal.data.pack import pack as write
-    from multimodal.data.recode import Recode
-
-    pictures = Recode(short_side, format, quality)
-    if workers is None:
-        workers = (os.cpu_count() or 1) if pictures.changes else 0
-    with _progress("pack", len(opened)) as advance:
-        packed = write(
-            opened,
-            out,
-            samples_per_shard=samples_per_shard,
-            pictures=pictures,
-            splits=shares,
-            workers=workers,
-            progress=advance,
-        )
-    name, place = (REST, f"{out}/{REST}") if shares else ("", out)
-    advice = f"; train on it with data.train.kind=shards data.train.path={place}"
-    typer.echo(
-        f"{out}: {packed.samples} samples in {packed.shards} shard(s)"
-        + (advice if packed.splits[name].finished else "")
-    )
-
-
-@app.command(
-    epilog=_verbatim(
-        "Examples:\n  multimodal check photos/ --html check.html\n"
-        "  multimodal check configs/recipes/quickstart.yaml optim.lr=1e-3\n\n"
-        "Exit code 2 when a config would fail; warnings leave it at 0."
-    ),
-)
-def check(
-    subject: Annotated[
-        list[str],
-        typer.Argument(help=f"A data source: {_A_SOURCE} Or YAML files and key=value of a run."),
-    ],
-    samples: Annotated[int, typer.Option(help="Samples looked at, evenly spread.", min=1)] = 10_000,
-    image_column: ImageColumn = "image",
-    caption_column: CaptionColumn = "caption",
-    separator: Separator = None,
-    html: Annotated[Path | None, typer.Option(help="Page with pictures to write.")] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Look at data, or try a run before it starts: what is wrong, and what will limit it."""
-    config, run, source, tokenizer = None, None, None, None
-    with _page_of_mistake(html, subject):
-        if len(subject) == 1 and _is_source(subject[0]):
-            from multimodal.data.build import source_from_path
-
-            source = source_from_path(
-                subject[0],
-                image_column=image_column,
-                caption_column=caption_column,
-                separator=separator,
-            )
-        else:
-            config = load_config(subject, Config)
-            from multimodal.data.first_look import first_look
-
-            for problem in first_look(config):
-                typer.echo(f"problem: {problem}", err=True)
-            from multimodal.train.check import check_run
-
-            run = check_run(config)
-            source = run.source
-            tokenizer = run.pretrained.tokenizer if run.pretrained is not None else None
-    from multimodal.data import check_page
-    from multimodal.data.check import check_data
-
-    data = None
-    if source is not None:
-        with _progress("look", min(samples, len(source))) as advance:
-            data = check_data(
-                source,
-                tokenizer=tokenizer,
-                most=samples,
-                threads=os.cpu_count() or 1,
-                progress=advance,
-            )
-    problems, warnings = [], []
-    if run is not None and config is not None:
-        from multimodal.train.check import data_problems, data_warnings
-
-        problems = run.problems + (data_problems(config, data) if data is not None else [])
-        warnings = run.warnings + (data_warnings(config, data) if data is not None else [])
-    if html is not None:
-        page = check_page.html_page(data, problems, title=" ".join(subject))
-        html.write_text(page, encoding="utf-8", errors="replace")
-    if as_json:
-        found = {"data": None if data is None else data.as_dict()}
-        if run is not None:
-            found |= {"problems": problems, "warnings": warnings, "run": run.facts}
-        typer.echo(json.dumps(found, indent=2))
-    else:
-        check_page.print_report(data, run.facts if run else {}, problems, warnings)
-    if problems:
-        sys.exit(2)
-
-
-@contextmanager
-def _page_of_mistake(html: Path | None, subject: list[str]) -> Iterator[None]:
-    """Write the page also when what is asked for cannot be opened; it then says why."""
-    from multimodal.data.check_page import html_page
-
-    try:
-        yield
-    except (ValueError, *_OF_USERS) as error:
-        if html is not None:
-            page = html_page(None, [str(error)], title=" ".join(subject))
-            html.write_text(page, encoding="utf-8", errors="replace")
-        raise
+app.add_typer(data_commands)
 
 
 def _look_for_model(model: str) -> None:
@@ -493,19 +307,12 @@ def _look_at_data(settings: BaseModel) -> None:
         raise ValueError("\n  ".join(problems))
 
 
-def _is_source(subject: str) -> bool:
-    """Whether an argument is data or settings of data; those of a run have no kind."""
-    if is_yaml(subject):
-        return "kind" in read_yaml(subject)
-    return not is_override(subject)
-
-
 @contextmanager
 def _told_once_a_machine() -> Iterator[None]:
     """All processes of a machine read the same arguments and files, and one tells what is wrong."""
     try:
         yield
-    except (ValueError, *_OF_USERS):
+    except (ValueError, *OF_USERS):
         if os.environ.get("LOCAL_RANK", "0") != "0":
             _leave_quietly(2)
         raise
@@ -517,24 +324,12 @@ def _leave_quietly(code: int) -> NoReturn:
     sys.exit(code)
 
 
-@contextmanager
-def _progress(name: str, total: int | None) -> Iterator[Callable[[int], None]]:
-    """A bar on a terminal; yields what moves it by a number of samples."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(name, total=total)
-        yield lambda count: bar.advance(task, count)
-
-
 def main() -> None:
     """Run the command line."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
         app([expand_home(argument) for argument in sys.argv[1:]])
-    except (ValueError, *_OF_USERS) as error:
+    except (ValueError, *OF_USERS) as error:
         _fail(error, code=2)
     except (RunStopped, OSError) as error:
         _fail(error, code=1)

@@ -33,7 +33,9 @@ ALLOWED = {
     "evaluate": {"evaluate"} | WEIGHTS,
     "embed": {"embed"} | WEIGHTS,
     "train": {"train", "evaluate", "losses"} | WEIGHTS,
-    "cli": {"train", "evaluate", "embed"} | WEIGHTS,
+    "cli_options": set(),
+    "cli_data": {"cli_options", "train"} | DATA,
+    "cli": {"cli_options", "cli_data", "train", "evaluate", "embed"} | WEIGHTS,
     "__main__": {"cli"},
     "__init__": {"weights"} | CONFIG,
 }
