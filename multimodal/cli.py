@@ -19,6 +19,7 @@ from typing import Annotated, Literal, NoReturn
 import typer
 from pydantic import BaseModel
 
+from multimodal.cli_convert import app as convert_command
 from multimodal.cli_data import app as data_commands
 from multimodal.cli_options import (
     A_SOURCE,
@@ -31,6 +32,7 @@ from multimodal.cli_options import (
     ModelArgument,
     Separator,
     Workers,
+    look_for_model,
     progress,
     verbatim,
 )
@@ -128,7 +130,7 @@ def evaluate(
 ) -> None:
     """Zero-shot classification and retrieval on any data source."""
     arguments = config or []
-    _look_for_model(model)
+    look_for_model(model)
     if all(is_override(argument) for argument in arguments):
         # A model, a checkpoint and the model in it lie one to three folders below their run.
         folders = [Path(model), *Path(model).absolute().parents[:3]]
@@ -177,7 +179,7 @@ def classify(
 
     names = _read_labels(labels)
     files = [path for image in images for path in picture_files(image)]
-    _look_for_model(model)
+    look_for_model(model)
     from multimodal.weights.load import load
 
     pretrained = load(model, device=device)
@@ -234,7 +236,7 @@ def embed(
     workers: Workers = 0,
 ) -> None:
     """Export unit-length embeddings with metadata, in the layout of clip-retrieval."""
-    _look_for_model(model)
+    look_for_model(model)
     from multimodal.data.build import source_from_path
 
     source = source_from_path(
@@ -289,14 +291,7 @@ def search(
 
 
 app.add_typer(data_commands)
-
-
-def _look_for_model(model: str) -> None:
-    if not model.startswith("hf:") and not Path(model).exists():
-        raise ValueError(
-            f"no model at {model!r}: there is no such folder; give a run folder, a model folder, "
-            "or hf:FOLDER_OR_NAME"
-        )
+app.add_typer(convert_command)
 
 
 def _look_at_data(settings: BaseModel) -> None:

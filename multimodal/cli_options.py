@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -39,6 +40,15 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")
 def verbatim(text: str) -> str:
     """Keep click from rewrapping a help text."""
     return "\n\n".join("\b\n" + part for part in text.split("\n\n"))
+
+
+def look_for_model(model: str) -> None:
+    """Tell now, before seconds of imports, that there is no such model."""
+    if not model.startswith("hf:") and not Path(model).exists():
+        raise ValueError(
+            f"no model at {model!r}: there is no such folder; give a run folder, a model folder, "
+            "or hf:FOLDER_OR_NAME"
+        )
 
 
 @contextmanager

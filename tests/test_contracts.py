@@ -35,7 +35,8 @@ ALLOWED = {
     "train": {"train", "evaluate", "losses"} | WEIGHTS,
     "cli_options": set(),
     "cli_data": {"cli_options", "train"} | DATA,
-    "cli": {"cli_options", "cli_data", "train", "evaluate", "embed"} | WEIGHTS,
+    "cli_convert": {"cli_options"} | WEIGHTS,
+    "cli": {"cli_options", "cli_data", "cli_convert", "train", "evaluate", "embed"} | WEIGHTS,
     "__main__": {"cli"},
     "__init__": {"weights"} | CONFIG,
 }

@@ -12,7 +12,8 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple, get_args
+from functools import partial
+from typing import NamedTuple, get_args
 
 from PIL import Image
 
@@ -21,9 +22,8 @@ from multimodal.errors import RunStopped
 from multimodal.files import Lock, move_folder, write_atomically
 from multimodal.weights.parity import Row, Theirs, compare
 from multimodal.weights.pretrained import Pretrained
+from multimodal.weights.targets import Target
 
-Target = Literal["hf", "sentence-transformers", "siglip", "open_clip", "onnx", "timm"]
-TARGETS: tuple[Target, ...] = get_args(Target)
 PARITY_FILE = "parity.json"
 
 
@@ -83,6 +83,7 @@ def convert(
     to: Target,
     *,
     pictures: Sequence[Image.Image] | None = None,
+    drop_logit_bias: bool = False,
 ) -> Converted:
     """Write a model for another library, read it with that library and compare.
 
@@ -91,12 +92,13 @@ def convert(
         out: the folder to make.
         to: the format.
         pictures: real ones for the comparison; by default some are made.
+        drop_logit_bias: leave the offset of the logits out of a format that has none.
 
     Raises:
         ValueError: when the format cannot hold the model, or `out` is there already.
         RunStopped: when the other library does not give the same; the files are in `OUT.part`.
     """
-    writer = _writer(to)
+    writer = _writer(to, drop_logit_bias=drop_logit_bias)
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ValueError(f"{out} is there already and not an empty folder; give a new one")
     part = out.with_name(f"{out.name}.part")
@@ -123,18 +125,28 @@ def convert(
     return Converted(report, writer.usage.format(out=str(out)))
 
 
-def _writer(to: Target) -> Writer:
+def _writer(to: Target, *, drop_logit_bias: bool) -> Writer:
+    if drop_logit_bias and to not in ("hf", "sentence-transformers"):
+        raise ValueError(f"drop_logit_bias is for hf and sentence-transformers, not for {to}")
+    bias = {"drop_logit_bias": drop_logit_bias}
     match to:
         case "hf":
-            from multimodal.weights import hf_folder
+            from multimodal.weights import hf_folder as hf
 
-            return Writer(hf_folder.write_clip, hf_folder.reopen, hf_folder.CLIP_USAGE)
+            write, reopen = partial(hf.write_clip, **bias), partial(hf.reopen, **bias)
+            return Writer(write, reopen, hf.CLIP_USAGE)
+        case "sentence-transformers":
+            from multimodal.weights import hf_folder as hf
+            from multimodal.weights import sentence_folder
+
+            write = partial(hf.write_clip, **bias)
+            return Writer(write, sentence_folder.reopen, sentence_folder.USAGE)
         case "siglip":
-            from multimodal.weights import hf_folder
+            from multimodal.weights import hf_folder as hf
 
-            return Writer(hf_folder.write_siglip, hf_folder.reopen, hf_folder.SIGLIP_USAGE)
+            return Writer(hf.write_siglip, hf.reopen, hf.SIGLIP_USAGE)
         case _:
-            raise ValueError(f"--to {to!r}: known are {', '.join(TARGETS)}")
+            raise ValueError(f"{to!r} is not a format; known are {', '.join(get_args(Target))}")
 
 
 def _write(writer: Writer, pretrained: Pretrained, folder: Path) -> None:

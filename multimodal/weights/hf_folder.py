@@ -13,6 +13,7 @@ transformers 5 itself writes a layout that versions below do not read; this one 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch import Tensor
 from transformers import AutoModel, AutoProcessor, PretrainedConfig, PreTrainedModel, pipeline
 
 from multimodal.files import write_atomically
+from multimodal.models.build import build_model
 from multimodal.weights import hf, parity_inputs
 from multimodal.weights.clip import export_clip
 from multimodal.weights.parity import Theirs
@@ -41,15 +43,18 @@ KNOWN = {
     parity_inputs.OFF_CENTRE: "transformers rounds the offset of the crop down",
     parity_inputs.UNUSUAL: "transformers drops transparency and orientation, and cuts 16-bit values",
 }
+_DROPPED = {"logit bias": "left out as asked; it is the same for all pairs"}
 _UNESCAPED = {parity_inputs.ENTITIES: "HTML entities are read by our own code, not by tokenizer.json"}
 
 
-def write_clip(pretrained: Pretrained, folder: Path) -> None:
-    """Write a `CLIPModel`.
+def write_clip(pretrained: Pretrained, folder: Path, *, drop_logit_bias: bool = False) -> None:
+    """Write a `CLIPModel`, on demand without the offset of the logits, which it does not have.
 
     Raises:
         ValueError: when it cannot be such a model; all settings at fault are listed.
     """
+    if drop_logit_bias:
+        pretrained = _without_bias(pretrained)
     model = export_clip(pretrained.model, pretrained.config, **_ids(pretrained))
     _write_model(model, folder)
     _write_json(folder / "preprocessor_config.json", _preprocessor(pretrained, "CLIP"))
@@ -69,7 +74,7 @@ def write_siglip(pretrained: Pretrained, folder: Path) -> None:
     write_tokenizer(pretrained.tokenizer, folder, masks_padding=False)
 
 
-def reopen(folder: Path) -> Theirs:
+def reopen(folder: Path, *, drop_logit_bias: bool = False) -> Theirs:
     """The model as transformers reads it, with its pipeline for zero-shot classification."""
     model = AutoModel.from_pretrained(folder).eval()
     processor = AutoProcessor.from_pretrained(folder)
@@ -89,8 +94,17 @@ def reopen(folder: Path) -> Theirs:
         pixels=lambda images: pixels_of(processor.image_processor, images),
         tokens=tokens,
         scores=scores,
-        known=KNOWN,
+        known=KNOWN | (_DROPPED if drop_logit_bias else {}),
     )
+
+
+def _without_bias(pretrained: Pretrained) -> Pretrained:
+    section = pretrained.config.model_copy(update={"logit_bias": None})
+    model = build_model(section)
+    state = pretrained.model.state_dict()
+    state.pop("temperature.logit_bias", None)
+    model.load_state_dict(state)
+    return replace(pretrained, model=model, config=section)
 
 
 def pixels_of(image_processor: Any, images: list[Image.Image]) -> Tensor:

@@ -24,6 +24,8 @@ TOLERANCE = 1e-5
 """Largest distance of two unit vectors that come from equal inputs. float32 gives about 1e-6."""
 _GREY = 0.5
 """Largest mean difference of prepared pixels, in grey levels: two libraries' rounding gives 0.3."""
+_SAME_GREY = 1e-3
+"""The same where nothing is scaled, so that all is arithmetic."""
 _OWN_WAY = 0.05
 """Largest distance of two unit vectors where each side prepared the picture itself."""
 _SCORE = 1e-3
@@ -126,7 +128,7 @@ def compare(
             eos_id=tokenizer.eos_id,
             pad_id=tokenizer.pad_id,
         )
-        rows += _pictures(pretrained, theirs, made if pictures is None else pictures)
+        rows += _pictures(pretrained, theirs, made if pictures is None else [made[0], *pictures])
         rows += _texts(pretrained, theirs)
         rows += _temperature(pretrained, theirs)
         rows += _together(pretrained, theirs, made[0])
@@ -191,7 +193,8 @@ def _pictures(
         if theirs.pixels is not None:
             pixels = theirs.pixels(images)
             grey = _grey_levels(ours, pixels, section.std)
-            yield Row(f"pixels of {len(images)} {kind}, in grey levels", grey, _GREY, reason)
+            limit = _SAME_GREY if kind == inputs.EXACT else _GREY
+            yield Row(f"pixels of {len(images)} {kind}, in grey levels", grey, limit, reason)
             if theirs.image is not None:
                 distance = _distance(pretrained.model.encode_image(pixels), theirs.image(pixels))
                 yield Row(f"image features of {kind}", distance, theirs.tolerance)
@@ -201,7 +204,8 @@ def _pictures(
         own_way = _own_way(theirs)
         if own_way is not None:
             what = f"image features of {kind}, each side's own pixels"
-            yield Row(what, _distance(features, own_way(images)), _OWN_WAY, reason)
+            limit = theirs.tolerance if kind == inputs.EXACT else _OWN_WAY
+            yield Row(what, _distance(features, own_way(images)), limit, reason)
 
 
 def _own_way(theirs: Theirs) -> Callable[[list[Image.Image]], Tensor] | None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from multimodal import config
 
 PICTURES = "pictures"
+EXACT = "pictures as large as the model's input"
 OFF_CENTRE = "pictures whose crop cannot be centred"
 UNUSUAL = "transparent, turned, 16-bit or very long pictures"
 TEXTS = "texts"
@@ -104,6 +105,8 @@ def _kind(image: Image.Image, size: int, preprocess: config.Preprocess) -> str:
     rest = int(size * max(width, height) / min(width, height)) - size
     if preprocess.resize_mode == "shortest" and rest % 2:
         return OFF_CENTRE
+    if image.size == (size, size):
+        return EXACT
     return PICTURES
 
 
