@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from multimodal.config.foreign import FORMS, split_name
+
 OF_USERS = (
     *(FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError),
     PermissionError,
@@ -21,9 +23,7 @@ A_SOURCE = (
 )
 ModelArgument = Annotated[
     str,
-    typer.Argument(
-        help="Folder of a run, a checkpoint or a model, or hf:FOLDER of a CLIP or SigLIP model."
-    ),
+    typer.Argument(help=f"Folder of a run, a checkpoint or a model, or {FORMS}."),
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps.")]
 BatchSize = Annotated[int, typer.Option(help="Pictures encoded at once.", min=1)]
@@ -44,10 +44,10 @@ def verbatim(text: str) -> str:
 
 def look_for_model(model: str) -> None:
     """Tell now, before seconds of imports, that there is no such model."""
-    if not model.startswith("hf:") and not Path(model).exists():
+    if split_name(model).library is None and not Path(model).exists():
         raise ValueError(
             f"no model at {model!r}: there is no such folder; give a run folder, a model folder, "
-            "or hf:FOLDER_OR_NAME"
+            f"or {FORMS}"
         )
 
 

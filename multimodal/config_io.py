@@ -22,6 +22,7 @@ from pydantic import BaseModel, RootModel, ValidationError
 from pydantic_core import ErrorDetails, PydanticUndefined
 
 from multimodal.config import Config
+from multimodal.config.foreign import BEFORE_PATH
 
 Schema = TypeVar("Schema", bound=BaseModel)
 Tree = dict[str, Any]
@@ -68,7 +69,7 @@ _Loader.add_constructor("tag:yaml.org,2002:str", lambda loader, node: expand_hom
 def expand_home(text: str) -> str:
     """Put the home folder for the `~` at the start of a path: `~/a`, `~user/a`, `hf:~/a`."""
     start, path = "", text
-    if prefix := re.match(r"hf:|--[a-z-]+=", text):
+    if prefix := re.match(rf"{BEFORE_PATH}|--[a-z-]+=", text):
         start, path = prefix[0], text[prefix.end() :]
     return start + os.path.expanduser(path) if re.match(r"~[\w.-]*/", path) else text
 

@@ -60,7 +60,11 @@ def read_openai_bpe(vocabulary: str | None = None) -> HfParts:
 
 def has_openai_vocabulary(folder: Path) -> bool:
     """Whether a folder holds a file that `read_openai_bpe` reads."""
-    return any((folder / name).is_file() for name in _FILES)
+    try:
+        _read_merges(_file_of(folder))
+    except ValueError:
+        return False
+    return True
 
 
 def is_openai_bpe(tokenizer_json: str) -> bool:

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from multimodal import config
+from multimodal.config.foreign import FORMS, split_name
 from multimodal.data.text import FILE as TOKENIZER_FILE
 from multimodal.data.text import Tokenizer
 from multimodal.data.transforms import ImageTransform
@@ -36,7 +37,6 @@ from multimodal.weights.save import (
 log = logging.getLogger(__name__)
 _FILES = (CONFIG_FILE, WEIGHTS_FILE, TOKENIZER_FILE)
 _CONFIG_FIELDS = ("format", "version", "model", "tokenizer", "versions")
-_HF = "hf:"
 
 
 def load(path_or_name: str | Path, device: str | torch.device = "cpu") -> Pretrained:
@@ -44,26 +44,36 @@ def load(path_or_name: str | Path, device: str | torch.device = "cpu") -> Pretra
 
     Args:
         path_or_name: a model folder; a checkpoint folder; a run folder, whose final model is
-            taken, and while there is none, that of its newest sound checkpoint; or `hf:` and a
-            folder or hub name of a CLIP or SigLIP model of transformers. A checkpoint with EMA
-            weights stands for those; the raw ones are in its `model/`.
+            taken, and while there is none, that of its newest sound checkpoint; or a model of
+            another library, see `config.foreign`. A checkpoint with EMA weights stands for those;
+            the raw ones are in its `model/`.
         device: where it runs; `auto` takes the best there is.
 
     Raises:
         ValueError: when there is no model, or a file of it is missing or does not fit the others.
     """
-    if str(path_or_name).startswith(_HF):
-        from multimodal.weights.hub import load_hf  # transformers takes seconds to import
-
-        section, model, tokenizer = load_hf(str(path_or_name).removeprefix(_HF))
-    else:
-        section, model, tokenizer = _load_folder(find_model(path_or_name))
+    section, model, tokenizer = _load(path_or_name)
     return Pretrained(
         model=model.to(_device(device)).eval(),
         transform=ImageTransform(section.image.image_size, section.preprocess),
         tokenizer=tokenizer,
         config=section,
     )
+
+
+def _load(path_or_name: str | Path) -> tuple[config.Model, TwoTower, Tokenizer]:
+    name = split_name(str(path_or_name))
+    match name.library:  # imported here, since transformers takes seconds to import
+        case "hf":
+            from multimodal.weights.hub import load_hf
+
+            return load_hf(name.rest)
+        case "open_clip":
+            from multimodal.weights.openclip_files import load_open_clip
+
+            return load_open_clip(name.rest)
+        case _:
+            return _load_folder(find_model(path_or_name))
 
 
 def _load_folder(folder: Path) -> tuple[config.Model, TwoTower, Tokenizer]:
@@ -103,8 +113,7 @@ def find_model(path: str | Path) -> Path:
             return folder
     raise ValueError(
         f"no model at {str(path)!r}; give a model folder (with {', '.join(_FILES)}), a checkpoint "
-        "folder, the folder of a run that has saved a checkpoint, or hf:FOLDER_OR_NAME for a CLIP "
-        "or SigLIP model of transformers"
+        f"folder, the folder of a run that has saved a checkpoint, or {FORMS}"
     )
 
 

@@ -113,7 +113,8 @@ def test_another_vocabulary_is_refused(files, tmp_path):
     lines = (files / "merges.txt").read_text().split("\n")
     lines[7], lines[8] = lines[8], lines[7]
     (tmp_path / "merges.txt").write_text("\n".join(lines))
-    assert has_openai_vocabulary(tmp_path)
+    assert not has_openai_vocabulary(tmp_path)
+    assert has_openai_vocabulary(files)
     with pytest.raises(ValueError, match=r"merges\.txt is not the vocabulary of OpenAI's CLIP"):
         read_openai_bpe(str(tmp_path))
     (tmp_path / "tokenizer.json").write_text("{}")
