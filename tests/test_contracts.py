@@ -33,7 +33,7 @@ ALLOWED = {
     "evaluate": {"evaluate"} | WEIGHTS,
     "embed": {"embed"} | WEIGHTS,
     "train": {"train", "evaluate", "losses"} | WEIGHTS,
-    "cli_options": set(),
+    "cli_options": {"config"},
     "cli_data": {"cli_options", "train"} | DATA,
     "cli_convert": {"cli_options"} | WEIGHTS,
     "cli": {"cli_options", "cli_data", "cli_convert", "train", "evaluate", "embed"} | WEIGHTS,
