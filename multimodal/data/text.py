@@ -174,9 +174,13 @@ class Tokenizer:
             "unescape": self.unescape,
         }
 
+    def as_json(self) -> str:
+        """The content of `tokenizer.json`; the rest is in `settings()`."""
+        return self._backend.to_str(pretty=True)
+
     def save(self, folder: str | Path) -> None:
-        """Write `tokenizer.json` into a folder; the rest is in `settings()`."""
-        Path(folder, FILE).write_text(self._backend.to_str(pretty=True), encoding="utf-8")
+        """Write `tokenizer.json` into a folder."""
+        Path(folder, FILE).write_text(self.as_json(), encoding="utf-8")
 
     @classmethod
     def load(cls, folder: str | Path, settings: dict[str, Any]) -> Tokenizer:

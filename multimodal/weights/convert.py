@@ -145,6 +145,10 @@ def _writer(to: Target, *, drop_logit_bias: bool) -> Writer:
             from multimodal.weights import hf_folder as hf
 
             return Writer(hf.write_siglip, hf.reopen, hf.SIGLIP_USAGE)
+        case "open_clip":
+            from multimodal.weights import openclip_folder
+
+            return Writer(openclip_folder.write, openclip_folder.reopen, openclip_folder.USAGE)
         case _:
             raise ValueError(f"{to!r} is not a format; known are {', '.join(get_args(Target))}")
 

@@ -102,6 +102,18 @@ def from_ours(
     return result
 
 
+def shapes_of_theirs(table: Table, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors without values of the shapes that theirs have, where none is reshaped.
+
+    For `from_ours` where the other library is not there to say.
+    """
+    joined = {entry: _joined([state[name].shape for name in entry.ours]) for entry in table}
+    return {
+        entry.theirs: torch.empty(_turned(shape, entry), device="meta")
+        for entry, shape in joined.items()
+    }
+
+
 def _check_names(what: str, found: Mapping[str, Tensor], known: Iterable[str]) -> None:
     needed = set(known)
     if not needed & found.keys():
