@@ -19,6 +19,7 @@ from typing import Any
 
 from PIL import Image
 from safetensors.torch import save_file
+from tokenizers.models import Unigram
 from torch import Tensor
 from transformers import AutoModel, AutoProcessor, PretrainedConfig, PreTrainedModel, pipeline
 
@@ -38,13 +39,13 @@ _RESAMPLE = {"bilinear": 2, "bicubic": 3}
 _MODULES = [
     {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.CLIPModel"},
 ]
-KNOWN = {
-    parity_inputs.SPELLED: "transformers takes the spelling of a special token for the token",
+_KNOWN = {
+    parity_inputs.ENTITIES: "HTML entities are read by our own code, which no file can hold",
     parity_inputs.OFF_CENTRE: "transformers rounds the offset of the crop down",
     parity_inputs.UNUSUAL: "transformers drops transparency and orientation, and cuts 16-bit values",
 }
+_PIECES = {parity_inputs.SPELLED: "this kind of vocabulary has the names of special tokens as pieces"}
 _DROPPED = {"logit bias": "left out as asked; it is the same for all pairs"}
-_UNESCAPED = {parity_inputs.ENTITIES: "HTML entities are read by our own code, not by tokenizer.json"}
 
 
 def write_clip(pretrained: Pretrained, folder: Path, *, drop_logit_bias: bool = False) -> None:
@@ -93,9 +94,15 @@ def reopen(folder: Path, *, drop_logit_bias: bool = False) -> Theirs:
         model,
         pixels=lambda images: pixels_of(processor.image_processor, images),
         tokens=tokens,
-        scores=scores,
-        known=KNOWN | (_DROPPED if drop_logit_bias else {}),
+        scores=scores if _fits_pipeline(model) else None,
+        known=known_of(processor.tokenizer) | (_DROPPED if drop_logit_bias else {}),
     )
+
+
+def _fits_pipeline(model: PreTrainedModel) -> bool:
+    """Whether the pipeline can be used: it pads the texts of SigLIP to 64 tokens, always."""
+    config = model.config
+    return config.model_type == "clip" or config.text_config.max_position_embeddings == 64
 
 
 def _without_bias(pretrained: Pretrained) -> Pretrained:
@@ -105,6 +112,12 @@ def _without_bias(pretrained: Pretrained) -> Pretrained:
     state.pop("temperature.logit_bias", None)
     model.load_state_dict(state)
     return replace(pretrained, model=model, config=section)
+
+
+def known_of(tokenizer: Any) -> dict[str, str]:
+    """Inputs of which transformers makes something else by design."""
+    unigram = isinstance(tokenizer.backend_tokenizer.model, Unigram)
+    return _KNOWN | (_PIECES if unigram else {})
 
 
 def pixels_of(image_processor: Any, images: list[Image.Image]) -> Tensor:
@@ -142,7 +155,8 @@ def _plain(content: dict[str, Any]) -> dict[str, Any]:
     return {
         name: _plain(value) if isinstance(value, dict) else value
         for name, value in content.items()
-        if value is not None and name not in unneeded
+        # An id that is null is one that the tokenizer does not have; left out, it has a default.
+        if name not in unneeded and (value is not None or name.endswith("_token_id"))
     }
 
 

@@ -30,7 +30,7 @@ _OWN_WAY = 0.05
 """Largest distance of two unit vectors where each side prepared the picture itself."""
 _SCORE = 1e-3
 """Largest difference of two probabilities for a picture that needs no scaling."""
-_LABELS = ["a red square", "two dogs", "a photo of a cat", "nothing"]
+_LABELS = ["cat", "dog", "sea", "a red square", "two dogs on a beach", "a photo of a cat."]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class Theirs:
     embed_texts: Callable[[list[str]], Tensor] | None = None
     """Texts to features in one call of the library, if it has one."""
     scores: Callable[[Image.Image, list[str]], list[float]] | None = None
-    """A picture's scores for these texts, which are used as they are, in their order."""
+    """A picture's scores for these texts, which are used as they are and fit into the context."""
     logit_scale: float | None = None
     """Factor on the similarities, not its logarithm."""
     logit_bias: float | None = None
@@ -219,6 +219,8 @@ def _own_way(theirs: Theirs) -> Callable[[list[Image.Image]], Tensor] | None:
 def _texts(pretrained: Pretrained, theirs: Theirs) -> Iterator[Row]:
     for kind, texts in inputs.texts().items():
         reason = theirs.known.get(kind)
+        if kind == inputs.ENTITIES and not pretrained.tokenizer.unescape:
+            reason = None
         tokens, lengths = pretrained.tokenizer.encode(texts)
         ours = pretrained.model.encode_text(tokens, lengths)
         if theirs.tokens is not None:
@@ -250,7 +252,11 @@ def _together(pretrained: Pretrained, theirs: Theirs, image: Image.Image) -> Ite
     """Logits and scores of a picture that is as large as the model's input."""
     scale, bias = pretrained.logit_scale(), pretrained.logit_bias() or 0.0
     pixels = _our_pixels(pretrained, [image])
-    tokens, lengths = pretrained.tokenizer.encode(_LABELS)
+    counts = zip(_LABELS, pretrained.tokenizer.count(_LABELS), strict=True)
+    labels = [label for label, n in counts if n <= pretrained.tokenizer.context_length]
+    if len(labels) < 2:
+        return
+    tokens, lengths = pretrained.tokenizer.encode(labels)
     features = pretrained.model(pixels, tokens, lengths)
     logits = scale * features.image @ features.text.T + bias
     if theirs.image and theirs.text and theirs.logit_scale is not None:
@@ -262,7 +268,7 @@ def _together(pretrained: Pretrained, theirs: Theirs, image: Image.Image) -> Ite
         yield Row("logits", difference, 3 * max(1.0, scale) * theirs.tolerance, reason)
     if theirs.scores is not None:
         ours = logits.softmax(-1) if theirs.logit_bias is None else logits.sigmoid()
-        found = torch.tensor([theirs.scores(image, _LABELS)])
+        found = torch.tensor([theirs.scores(image, labels)])
         difference = (ours - found).abs().max().item()
         yield Row("zero-shot scores of a picture", difference, _SCORE)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multimodal.weights.hf_folder import KNOWN
+from multimodal.weights.hf_folder import known_of
 from multimodal.weights.parity import Theirs
 
 USAGE = "sentence_transformers.SentenceTransformer({out!r})"
@@ -35,5 +35,5 @@ def reopen(folder: Path) -> Theirs:
         library=f"sentence-transformers {sentence_transformers.__version__}",
         embed_images=embed,
         embed_texts=embed,
-        known=KNOWN,
+        known=known_of(model.tokenizer),
     )
