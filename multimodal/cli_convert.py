@@ -36,7 +36,7 @@ def convert(
     pictures: Annotated[
         Path | None,
         typer.Option(
-            help=f"Folder of pictures to compare on, the first {_MOST_PICTURES}; default: made ones."
+            help=f"Folder of pictures to compare on (at most {_MOST_PICTURES}); default: made ones."
         ),
     ] = None,
     drop_logit_bias: Annotated[

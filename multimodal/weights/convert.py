@@ -11,8 +11,8 @@ import json
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple, get_args
 
 from PIL import Image

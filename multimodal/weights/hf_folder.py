@@ -42,9 +42,9 @@ _MODULES = [
 _KNOWN = {
     parity_inputs.ENTITIES: "HTML entities are read by our own code, which no file can hold",
     parity_inputs.OFF_CENTRE: "transformers rounds the offset of the crop down",
-    parity_inputs.UNUSUAL: "transformers drops transparency and orientation, and cuts 16-bit values",
+    parity_inputs.UNUSUAL: "transformers drops orientation and cuts 16-bit values; 4 also alpha",
 }
-_PIECES = {parity_inputs.SPELLED: "this kind of vocabulary has the names of special tokens as pieces"}
+_PIECES = {parity_inputs.SPELLED: "a Unigram vocabulary has the names as pieces"}
 _DROPPED = {"logit bias": "left out as asked; it is the same for all pairs"}
 
 
@@ -58,7 +58,7 @@ def write_clip(pretrained: Pretrained, folder: Path, *, drop_logit_bias: bool = 
         pretrained = _without_bias(pretrained)
     model = export_clip(pretrained.model, pretrained.config, **_ids(pretrained))
     _write_model(model, folder)
-    _write_json(folder / "preprocessor_config.json", _preprocessor(pretrained, "CLIP"))
+    _write_json(folder / "preprocessor_config.json", preprocessor(pretrained, "CLIP"))
     _write_json(folder / "modules.json", _MODULES)
     write_tokenizer(pretrained.tokenizer, folder, masks_padding=True)
 
@@ -71,7 +71,7 @@ def write_siglip(pretrained: Pretrained, folder: Path) -> None:
     """
     model = export_siglip(pretrained.model, pretrained.config, **_ids(pretrained))
     _write_model(model, folder)
-    _write_json(folder / "preprocessor_config.json", _preprocessor(pretrained, "Siglip"))
+    _write_json(folder / "preprocessor_config.json", preprocessor(pretrained, "Siglip"))
     write_tokenizer(pretrained.tokenizer, folder, masks_padding=False)
 
 
@@ -81,10 +81,6 @@ def reopen(folder: Path, *, drop_logit_bias: bool = False) -> Theirs:
     processor = AutoProcessor.from_pretrained(folder)
     classify = pipeline("zero-shot-image-classification", model=str(folder), device="cpu")
 
-    def tokens(texts: list[str]) -> list[list[int]]:
-        rows = processor.tokenizer(texts, truncation=True)["input_ids"]
-        return [cut_behind(row, processor.tokenizer.eos_token_id) for row in rows]
-
     def scores(image: Image.Image, texts: list[str]) -> list[float]:
         found = classify(image, candidate_labels=texts, hypothesis_template="{}")
         by_label = {row["label"]: row["score"] for row in found}
@@ -93,7 +89,7 @@ def reopen(folder: Path, *, drop_logit_bias: bool = False) -> Theirs:
     return hf.as_theirs(
         model,
         pixels=lambda images: pixels_of(processor.image_processor, images),
-        tokens=tokens,
+        tokens=lambda texts: tokens_of(processor.tokenizer, texts),
         scores=scores if _fits_pipeline(model) else None,
         known=known_of(processor.tokenizer) | (_DROPPED if drop_logit_bias else {}),
     )
@@ -121,7 +117,14 @@ def known_of(tokenizer: Any) -> dict[str, str]:
 
 
 def pixels_of(image_processor: Any, images: list[Image.Image]) -> Tensor:
+    """Normalised pixels [B, 3, S, S]."""
     return image_processor(images=images, return_tensors="pt")["pixel_values"]
+
+
+def tokens_of(tokenizer: Any, texts: list[str]) -> list[list[int]]:
+    """Each text's ids up to and with its end token, cut to the context."""
+    rows = tokenizer(texts, truncation=True)["input_ids"]
+    return [cut_behind(row, tokenizer.eos_token_id) for row in rows]
 
 
 def cut_behind(row: list[int], end: int) -> list[int]:
@@ -160,7 +163,8 @@ def _plain(content: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _preprocessor(pretrained: Pretrained, family: str) -> dict[str, Any]:
+def preprocessor(pretrained: Pretrained, family: str) -> dict[str, Any]:
+    """Content of preprocessor_config.json; the family is CLIP or Siglip."""
     size, section = pretrained.transform.size, pretrained.config.preprocess
     square = {"height": size, "width": size}
     crop = section.resize_mode == "shortest"

@@ -27,7 +27,7 @@ MISREAD = "texts in the wrong encoding"
 
 _LONG = 8
 """Aspect ratio from which our own preprocessing cuts before it scales."""
-_WORDS = "a photo of two small dogs running over the wet sand at the end of a long summer day".split()
+_LINE = "a photo of two small dogs running over the wet sand at the end of a long summer day, "
 
 
 def texts() -> dict[str, list[str]]:
@@ -40,16 +40,16 @@ def texts() -> dict[str, list[str]]:
             " \t\n ",
             "  many   spaces\tand\nlines  ",
             "caf\u00e9 r\u00e9sum\u00e9, na\u00efve; cafe\u0301 r\u0065\u0301sum\u00e9",
-            "\u732b\u306e\u5199\u771f \u4e00\u53ea\u72d7 \u043a\u043e\u0448\u043a\u0430 \u03b3\u03ac\u03c4\u03b1",
+            "\u732b\u306e\u5199\u771f \u043a\u043e\u0448\u043a\u0430 \u03b3\u03ac\u03c4\u03b1",
             "\U0001f600 \U0001f469\U0001f3fd\u200d\U0001f692 woman firefighter: medium skin tone",
             "don't we've they'll I'm you're she'd 'quoted'",
             "snake_case and-dashes/and.dots, black & white",
             "x" * 300,
-            " ".join(_WORDS * 30),
+            _LINE * 30,
             "!?" * 200,
         ],
         ENTITIES: ["black &amp; white", "&lt;b&gt; &quot;x&quot;", "caf&eacute; &amp;amp; bar"],
-        SPELLED: ["<|endoftext|>", "a <|startoftext|> dog <|endoftext|> cat", "</s><pad>[SEP] <eos>"],
+        SPELLED: ["<|endoftext|>", "a <|startoftext|> dog <|endoftext|>", "</s><pad>[SEP] <eos>"],
         QUOTES: ["the cat\u2019s \u201cbest\u201d photo", "\u2018one\u2019 \u00abtwo\u00bb"],
         MISREAD: ["caf\u00c3\u00a9 \u00e2\u20ac\u0153quoted\u00e2\u20ac\u009d"],
     }  # fmt: skip
