@@ -91,6 +91,7 @@ def reopen(folder: Path, *, drop_logit_bias: bool = False) -> Theirs:
         pixels=lambda images: pixels_of(processor.image_processor, images),
         tokens=lambda texts: tokens_of(processor.tokenizer, texts),
         scores=scores if _fits_pipeline(model) else None,
+        unescapes=False,
         known=known_of(processor.tokenizer) | (_DROPPED if drop_logit_bias else {}),
     )
 

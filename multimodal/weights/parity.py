@@ -61,6 +61,8 @@ class Theirs:
     """Largest distance of two unit vectors that come from equal inputs."""
     any_length: bool = True
     """Whether `text` takes tokens that are not padded to the context length."""
+    unescapes: bool | None = None
+    """Whether its tokenizer turns HTML entities into characters."""
     known: Mapping[str, str] = field(default_factory=dict)
     """Kinds of input (see `parity_inputs`) that differ by design, with the reason."""
 
@@ -219,7 +221,7 @@ def _own_way(theirs: Theirs) -> Callable[[list[Image.Image]], Tensor] | None:
 def _texts(pretrained: Pretrained, theirs: Theirs) -> Iterator[Row]:
     for kind, texts in inputs.texts().items():
         reason = theirs.known.get(kind)
-        if kind == inputs.ENTITIES and not pretrained.tokenizer.unescape:
+        if kind == inputs.ENTITIES and theirs.unescapes == pretrained.tokenizer.unescape:
             reason = None
         tokens, lengths = pretrained.tokenizer.encode(texts)
         ours = pretrained.model.encode_text(tokens, lengths)

@@ -35,5 +35,6 @@ def reopen(folder: Path) -> Theirs:
         library=f"sentence-transformers {sentence_transformers.__version__}",
         embed_images=embed,
         embed_texts=embed,
+        unescapes=False,
         known=known_of(model.tokenizer),
     )

@@ -3,7 +3,7 @@
     tokenizer.json           vocabulary, cleaning, and start and end token put around each text
     tokenizer_config.json    class, context length, names of the special tokens
     special_tokens_map.json  the names once more, for old readers
-    vocab.json, merges.txt   of OpenAI's BPE only, for readers that know no tokenizer.json
+    vocab.json, merges.txt   of vocabularies like OpenAI's, for readers without tokenizer.json
 
 transformers 4 reads the tokenizer of every CLIP folder with its CLIP class, which keeps the rules
 of tokenizer.json but wants its pre-tokenizer to be a sequence. transformers 5 takes the class that
@@ -20,8 +20,19 @@ from typing import Any, NamedTuple
 
 from multimodal.data.text import FILE, Tokenizer
 
-_CLIP_STEPS = (["NFC", "Replace", "Lowercase"], ["Split", "ByteLevel"], "</w>")
-"""Normalizer, pre-tokenizer and end of a word of OpenAI's BPE."""
+_WORD_END = "</w>"
+_CLIP_STEPS = (["NFC", "Replace", "Lowercase"], ["Split", "ByteLevel"])
+"""Normalizer and pre-tokenizer of CLIP's class in transformers."""
+_SPACED = [
+    {"type": "Replace", "pattern": {"String": _WORD_END}, "content": " "},
+    {"type": "Strip", "content": " ", "start": 0, "stop": 1},
+]
+"""Ends of words to spaces, which CLIP's class does itself."""
+
+
+_SPECIAL = {
+    "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True
+}  # fmt: skip
 
 
 class _Names(NamedTuple):
@@ -39,13 +50,14 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, *, masks_padding: bool) 
         folder: where to.
         masks_padding: whether the model is to get a mask of the padding.
     """
-    tokenizer.save(folder)
-    content = json.loads((folder / FILE).read_text(encoding="utf-8"))
-    names = _register(content, tokenizer)
+    content = json.loads(tokenizer.as_json())
+    names = _register(content, tokenizer, keep_pad=not masks_padding)
     content["post_processor"] = _around(names, tokenizer)
     content["truncation"] = content["padding"] = None
     steps = _steps(content, "pre_tokenizer", "pretokenizers")
     content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": steps}
+    if _ends_words(content) and not _is_clip(content):
+        content["decoder"] = {"type": "Sequence", "decoders": [content["decoder"], *_SPACED]}
     _join_merges(content["model"])
     _write(folder / FILE, content)
     special = {"bos_token": names.bos, "eos_token": names.eos}
@@ -65,35 +77,40 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, *, masks_padding: bool) 
         **special,
     }
     _write(folder / "tokenizer_config.json", settings)
-    if _is_clip(content):
+    if _ends_words(content):
         _write(folder / "vocab.json", content["model"]["vocab"])
         lines = ["#version: 0.2", *content["model"]["merges"], ""]
         (folder / "merges.txt").write_text("\n".join(lines), encoding="utf-8")
 
 
-def _register(content: dict[str, Any], tokenizer: Tokenizer) -> _Names:
-    """Make start, end and padding special tokens of the file, and return their names."""
+def _register(content: dict[str, Any], tokenizer: Tokenizer, *, keep_pad: bool) -> _Names:
+    """Make start, end and padding special tokens of the file, and return their names.
+
+    Padding that nothing sees becomes the end token where it is a piece of texts, as OpenCLIP's 0,
+    which is `!`: old readers would take every `!` of a text for padding.
+    """
     vocab = content["model"]["vocab"]
-    pieces = [piece for piece, _ in vocab] if isinstance(vocab, list) else list(vocab)
-    ids = range(len(pieces)) if isinstance(vocab, list) else vocab.values()
-    known = dict(zip(ids, pieces, strict=True))
-    known |= {token["id"]: token["content"] for token in content["added_tokens"]}
-    special = {"<|startoftext|>": tokenizer.bos_id, "<|pad|>": tokenizer.pad_id}
-    special |= {"<|endoftext|>": tokenizer.eos_id}
-    for name, number in special.items():
-        if number is not None and number not in known:
+    added = {token["id"]: token for token in content["added_tokens"]}
+    if isinstance(vocab, list):
+        known = {number: piece for number, (piece, _) in enumerate(vocab)}
+    else:
+        known = {number: piece for piece, number in vocab.items()}
+    bos, eos, pad = tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id
+    if not keep_pad and pad in known and pad not in added:
+        pad = eos
+    known |= {number: token["content"] for number, token in added.items()}
+    new = {bos: "<|startoftext|>", pad: "<|pad|>", eos: "<|endoftext|>"}
+    for number, name in new.items():
+        if number is None:
+            continue
+        if number not in known:
             known[number] = _unused(name, set(known.values()))
             if isinstance(vocab, dict):
                 vocab[known[number]] = number
-    added = {token["id"]: token for token in content["added_tokens"]}
-    for number in set(special.values()) - {None}:
-        token = {"id": number, "content": known[number], "special": True, "normalized": False}
-        token |= {"single_word": False, "lstrip": False, "rstrip": False}
-        added[number] = token
+        added[number] = _SPECIAL | {"id": number, "content": known[number]}
     content["added_tokens"] = [added[number] for number in sorted(added)]
-    eos = known[tokenizer.eos_id]
-    bos = None if tokenizer.bos_id is None else known[tokenizer.bos_id]
-    return _Names(bos, eos, known[tokenizer.pad_id], _unknown(content["model"]) or eos)
+    unknown = _unknown(content["model"]) or known[eos]
+    return _Names(None if bos is None else known[bos], known[eos], known[pad], unknown)
 
 
 def _unused(name: str, taken: set[str]) -> str:
@@ -146,11 +163,16 @@ def _join_merges(model: dict[str, Any]) -> None:
         model["merges"] = [" ".join(pair) for pair in pairs]
 
 
+def _ends_words(content: dict[str, Any]) -> bool:
+    """Whether it is a vocabulary like OpenAI's, whose pieces end words."""
+    return content["model"].get("end_of_word_suffix") == _WORD_END
+
+
 def _is_clip(content: dict[str, Any]) -> bool:
     """Whether the rules are those of OpenAI's BPE; what comes out is compared afterwards."""
     normalizer = [step["type"] for step in _steps(content, "normalizer", "normalizers")]
     pre_tokenizer = [step["type"] for step in _steps(content, "pre_tokenizer", "pretokenizers")]
-    return (normalizer, pre_tokenizer, content["model"].get("end_of_word_suffix")) == _CLIP_STEPS
+    return _ends_words(content) and (normalizer, pre_tokenizer) == _CLIP_STEPS
 
 
 def _write(path: Path, content: Any) -> None:
