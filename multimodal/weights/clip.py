@@ -14,7 +14,7 @@ from multimodal.models.build import build_model
 from multimodal.models.two_tower import TwoTower
 from multimodal.weights import hf
 from multimodal.weights.mapping import Table, affine, from_ours, same, to_ours
-from multimodal.weights.require import require
+from multimodal.weights.require import misfits, refuse
 
 _NEEDED = {
     "image": hf.PLAIN_ENCODER
@@ -105,15 +105,15 @@ def clip_config(
     """The `CLIPConfig` for our settings.
 
     Raises:
-        ValueError: when there is none.
+        ValueError: when there is none; all that is wrong is listed.
     """
-    require(section, _NEEDED, "transformers' CLIPModel")
+    wrong = misfits(section, _NEEDED)
     if eos_id == hf.LEGACY_EOS:
-        raise ValueError(
-            f"eos_id={eos_id}: transformers' CLIPModel takes {hf.LEGACY_EOS} to mean 'pool at the "
-            "largest id', so a model with this tokenizer cannot be exported; its end-of-text token "
-            "needs another id"
+        wrong.append(
+            f"the tokenizer's eos_id={eos_id} (there {hf.LEGACY_EOS} means 'pool at the largest "
+            "id'; needed another id)"
         )
+    refuse(wrong, "transformers' CLIPModel")
     image, text = section.image, section.text
     shared = {"projection_dim": section.embed_dim}
     return CLIPConfig(

@@ -2,12 +2,15 @@
 
     write into OUT.part -> reopen with the real library -> compare -> parity.json -> rename to OUT
 
+What a failed conversion leaves in OUT.part is for a look; the next one replaces it.
+
 A target is a module with `write` and `reopen`, and one line in `_writer`.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,7 +22,7 @@ from PIL import Image
 
 import multimodal
 from multimodal.errors import RunStopped
-from multimodal.files import Lock, move_folder, write_atomically
+from multimodal.files import LOCK, Lock, move_folder, write_atomically
 from multimodal.weights.parity import Row, Theirs, compare
 from multimodal.weights.pretrained import Pretrained
 from multimodal.weights.targets import Target
@@ -101,16 +104,15 @@ def convert(
     writer = _writer(to, drop_logit_bias=drop_logit_bias)
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ValueError(f"{out} is there already and not an empty folder; give a new one")
-    part = out.with_name(f"{out.name}.part")
-    if part.is_file():
-        raise ValueError(f"{part} is a file, where the result is prepared; remove it")
+    part = Path(os.path.abspath(out)).with_name(f"{out.absolute().name}.part")
+    _refuse_foreign(part)
     lock = Lock(part, str(out), "another OUT")
     try:
         _empty(part)
+        _note(part, {"passed": False, "unfinished": True})
         _write(writer, pretrained, part)
         report = _check(pretrained, part, writer, pictures)
-        text = json.dumps(report.as_dict(), indent=2) + "\n"
-        write_atomically(part / PARITY_FILE, lambda path: path.write_text(text, encoding="utf-8"))
+        _note(part, report.as_dict())
     finally:
         lock.remove()
     if report.failed:
@@ -177,10 +179,28 @@ def _check(
     return Report(theirs.library, rows, None, fingerprint)
 
 
+def _note(folder: Path, content: dict) -> None:
+    text = json.dumps(content, indent=2) + "\n"
+    write_atomically(folder / PARITY_FILE, lambda path: path.write_text(text, encoding="utf-8"))
+
+
+def _refuse_foreign(part: Path) -> None:
+    """Refuse a folder in the place of ours that no conversion has left."""
+    if part.is_file() or (part.is_dir() and any(part.iterdir()) and not _is_ours(part)):
+        raise ValueError(
+            f"{part} is in the way: the result is prepared there, and it is not what a conversion "
+            "left; move it, or give another OUT"
+        )
+
+
+def _is_ours(part: Path) -> bool:
+    return (part / PARITY_FILE).is_file() or [path.name for path in part.iterdir()] == [LOCK]
+
+
 def _empty(folder: Path) -> None:
     """Remove what a failed conversion has left."""
     for path in folder.iterdir():
         if path.is_dir():
             shutil.rmtree(path)
-        elif path.name != ".lock":
+        elif path.name != LOCK:
             path.unlink()

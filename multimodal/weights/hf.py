@@ -6,11 +6,14 @@ written in `convert`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any
 
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.utils import logging
 
 from multimodal import config
 from multimodal.models.two_tower import TwoTower
@@ -127,6 +130,20 @@ def as_theirs(model: PreTrainedModel, **more: Any) -> Theirs:
         logit_bias=None if bias is None else bias.item(),
         **more,
     )
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """No progress bars and warnings of transformers."""
+    bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
 
 
 def features_of(output: Any) -> Tensor:

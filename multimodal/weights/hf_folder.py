@@ -77,9 +77,10 @@ def write_siglip(pretrained: Pretrained, folder: Path) -> None:
 
 def reopen(folder: Path, *, drop_logit_bias: bool = False) -> Theirs:
     """The model as transformers reads it, with its pipeline for zero-shot classification."""
-    model = AutoModel.from_pretrained(folder).eval()
-    processor = AutoProcessor.from_pretrained(folder)
-    classify = pipeline("zero-shot-image-classification", model=str(folder), device="cpu")
+    with hf.quiet():
+        model = AutoModel.from_pretrained(folder).eval()
+        processor = AutoProcessor.from_pretrained(folder)
+        classify = pipeline("zero-shot-image-classification", model=str(folder), device="cpu")
 
     def scores(image: Image.Image, texts: list[str]) -> list[float]:
         found = classify(image, candidate_labels=texts, hypothesis_template="{}")
@@ -103,6 +104,7 @@ def _fits_pipeline(model: PreTrainedModel) -> bool:
 
 
 def _without_bias(pretrained: Pretrained) -> Pretrained:
+    """The same model without the offset of its logits."""
     section = pretrained.config.model_copy(update={"logit_bias": None})
     model = build_model(section)
     state = pretrained.model.state_dict()

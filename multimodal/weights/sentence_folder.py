@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from multimodal.weights import hf
 from multimodal.weights.hf_folder import known_of
 from multimodal.weights.parity import Theirs
 
@@ -26,7 +27,8 @@ def reopen(folder: Path) -> Theirs:
         raise ImportError(
             "sentence-transformers is not installed; pip install sentence-transformers"
         ) from error
-    model = sentence_transformers.SentenceTransformer(str(folder), device="cpu")
+    with hf.quiet():
+        model = sentence_transformers.SentenceTransformer(str(folder), device="cpu")
 
     def embed(inputs: list[Any]) -> Tensor:
         return torch.from_numpy(model.encode(inputs, show_progress_bar=False))

@@ -13,7 +13,7 @@ from multimodal.models.build import build_model
 from multimodal.models.two_tower import TwoTower
 from multimodal.weights import hf
 from multimodal.weights.mapping import Entry, Table, affine, from_ours, same, to_ours
-from multimodal.weights.require import require
+from multimodal.weights.require import misfits, refuse
 
 _NEEDED = {
     "image": hf.PLAIN_ENCODER
@@ -132,11 +132,12 @@ def siglip_config(
     """The `SiglipConfig` for our settings.
 
     Raises:
-        ValueError: when there is none.
+        ValueError: when there is none; all that is wrong is listed.
     """
-    require(section, _NEEDED, "transformers' SiglipModel")
+    wrong = misfits(section, _NEEDED)
     if section.logit_bias is None:
-        raise ValueError("transformers' SiglipModel has a logit_bias; set model.logit_bias")
+        wrong.append("model.logit_bias=None (needed a number)")
+    refuse(wrong, "transformers' SiglipModel")
     image, text = section.image, section.text
     return SiglipConfig(
         vision_config=hf.encoder_config(image)

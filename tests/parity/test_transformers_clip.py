@@ -213,7 +213,7 @@ def test_export_lists_all_settings_that_clip_does_not_have():
 
 def test_export_refuses_the_end_token_that_transformers_takes_for_something_else():
     section, _ = imported(make())
-    with pytest.raises(ValueError, match=r"eos_id=2: .*largest id"):
+    with pytest.raises(ValueError, match=r"eos_id=2 .*largest id"):
         clip_config(section, bos_id=1, eos_id=2, pad_id=0)
 
 
