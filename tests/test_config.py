@@ -64,7 +64,7 @@ def test_a_tilde_at_the_start_of_a_path_is_the_home_folder(tmp_path, monkeypatch
         **{"d": None, "e": "~", "f": "~~/x"},
     }
     assert parse_override("run=~/runs/a") == {"run": "/home/me/runs/a"}
-    for text in ("~/x", "hf:~/x", "--out=~/x"):
+    for text in ("~/x", "hf:~/x", "open_clip:~/x", "open_clip:ViT-B-32:~/x", "--out=~/x"):
         assert expand_home(text) == text.replace("~", "/home/me")
     for text in ("a~/x", "~", "x=~/x", "~nobody-of-this-name/x", "a\n~/x"):
         assert expand_home(text) == text

@@ -123,7 +123,10 @@ def _find(name: str) -> Found:
 
 def _read_file(architecture: str, path: Path) -> Found:
     state = _read_weights(path)
-    model_cfg = infer_config(architecture, state)
+    try:
+        model_cfg = infer_config(architecture, state)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
     log.info(
         "%s is read as %s: activation %s, by the name, since weights do not tell (those of OpenAI, "
         "MetaCLIP and DFN need a name with -quickgelu); pictures of %d pixels",
