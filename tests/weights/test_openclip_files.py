@@ -2,12 +2,15 @@
 
 import json
 import re
+from types import SimpleNamespace
 
+import huggingface_hub
 import pytest
 import torch
 from openclip_models import CFG, make, save, with_changes
 from safetensors.torch import save_file
 from tiny import picture
+from tiny_tokenizers import make_bert, make_clip
 from torch import nn
 from typer.testing import CliRunner
 
@@ -101,6 +104,45 @@ def test_the_name_tells_the_activation_and_the_log_says_so(state, tmp_path, capl
     assert "activation GELU, by the name" in caplog.text
     assert "activation QuickGELU, by the name" in caplog.text
     assert plain.config.image.heads == 3 and plain.config.text.heads == 5
+
+
+def test_a_name_of_the_hub_is_looked_up_in_the_cache_first(tmp_path, monkeypatch):
+    save(make(CFG), CFG, tmp_path)
+    asked = []
+
+    def snapshot(name, local_files_only=False, allow_patterns=None):
+        asked.append((name, local_files_only))
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    load("open_clip:hf-hub:org/name")
+    assert asked == [("org/name", True)]
+
+
+def test_from_the_hub_only_one_file_of_weights_is_fetched(tmp_path, monkeypatch):
+    save(make(CFG), CFG, tmp_path)
+    files = ["open_clip_pytorch_model.bin", "open_clip_model.safetensors", "README.md"]
+    asked = []
+
+    def snapshot(name, local_files_only=False, allow_patterns=None):
+        if local_files_only:
+            raise FileNotFoundError("not in the cache")
+        asked.extend(allow_patterns)
+        return str(tmp_path)
+
+    def info(name, timeout):
+        return SimpleNamespace(siblings=[SimpleNamespace(rfilename=file) for file in files])
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    monkeypatch.setattr(huggingface_hub, "model_info", info)
+    load("open_clip:hf-hub:org/name")
+    assert "open_clip_model.safetensors" in asked and files[0] not in asked
+
+    monkeypatch.setattr(huggingface_hub, "model_info", lambda name, timeout: 1 / 0)
+    with pytest.raises(
+        ValueError, match=r"hf-hub:org/name is neither in the cache nor .*\(division"
+    ):
+        load("open_clip:hf-hub:org/name")
 
 
 # --- mistakes ------------------------------------------------------------------------------------
@@ -286,6 +328,17 @@ def test_a_tokenizer_that_does_not_fit_is_refused(text, message, folder):
     write(folder, with_changes(text=text))
     with pytest.raises(ValueError, match=message):
         load(f"open_clip:{folder}")
+
+
+def test_texts_must_not_be_pooled_at_a_larger_id_than_the_end_token_s(folder):
+    """OpenCLIP would take the feature of whatever word has the largest id."""
+    write(folder, with_changes())
+    make_bert(folder)
+    with pytest.raises(ValueError, match=r"'argmax' .* id 3 is not the largest of its 12 ids"):
+        load(f"open_clip:{folder}")
+    write(folder, with_changes(text={"pool_type": "eos", "eos_id": 3}))
+    assert load(f"open_clip:{folder}").config.text.pool == "eot"
+    make_clip(folder)
 
 
 @pytest.mark.parametrize(
