@@ -26,6 +26,7 @@ from multimodal.config.model import (
     BpeTokenizer,
     Cleaning,
     Encoder,
+    HfImage,
     HfText,
     HfTokenizer,
     ImageTower,

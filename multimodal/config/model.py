@@ -97,13 +97,28 @@ class TimmImage(Section):
     kind: Literal["timm"]
     """A model of the timm library."""
     name: str
-    """Name in timm, such as `vit_small_patch16_224` or `resnet50`."""
+    """Name in timm, such as `vit_small_patch16_224`, `hf-hub:ORG/NAME` or `local-dir:FOLDER`."""
     image_size: PositiveInt = 224
     """Height and width of the input picture in pixels."""
-    pretrained: bool = False
-    """Fetch timm's pretrained weights at the start of a new run (needs a network or a cache)."""
+    pretrained: bool | str = False
+    """At the start of a new run, take timm's weights (from a network or a cache), or a file's."""
     drop_path: Fraction = 0.0
     """Stochastic depth rate, for models that have it."""
+
+
+class HfImage(Section):
+    """An image tower from transformers."""
+
+    kind: Literal["hf"]
+    """A model of the transformers library (DINOv2, DINOv3, ViT: any AutoModel of pictures)."""
+    name: str
+    """Hub name or local folder."""
+    image_size: PositiveInt = 224
+    """Height and width of the input picture in pixels."""
+    pretrained: bool = True
+    """Start from its weights (needs a network or a cache). False takes the architecture only."""
+    pool: Literal["cls", "mean", "pooler"] = "cls"
+    """Class token, mean over the patches without class and register tokens, or the model's own."""
 
 
 class TransformerText(Encoder):
@@ -203,7 +218,7 @@ class OpenAiTokenizer(Section):
     """As for `bpe`. White space is joined and case lowered in any case."""
 
 
-ImageTower = Annotated[VitImage | TimmImage, Field(discriminator="kind")]
+ImageTower = Annotated[VitImage | TimmImage | HfImage, Field(discriminator="kind")]
 TextTower = Annotated[TransformerText | HfText, Field(discriminator="kind")]
 TokenizerSection = Annotated[
     BpeTokenizer | HfTokenizer | OpenAiTokenizer, Field(discriminator="kind")
@@ -219,7 +234,7 @@ class Model(Section):
     """The text tower."""
     embed_dim: PositiveInt = 512
     """Size of the shared embedding."""
-    image_projection: Literal["linear", "none"] = "linear"
+    image_projection: Literal["linear", "linear_bias", "none"] = "linear"
     """Map from the image tower to the embedding; `none` needs a tower as wide as the embedding."""
     text_projection: Literal["linear", "linear_bias", "none"] = "linear"
     """Map from the text tower to the embedding."""

@@ -56,6 +56,10 @@ def _image_tower(section: config.ImageTower) -> nn.Module:
             from multimodal.models.timm_image import TimmTower
 
             return TimmTower(section)
+        case config.HfImage():
+            from multimodal.models.hf_image import HfImageTower
+
+            return HfImageTower(section)
         case _:
             assert_never(section)
 

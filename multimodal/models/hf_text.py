@@ -5,10 +5,11 @@ from pathlib import Path
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, PreTrainedModel
+from transformers import PreTrainedModel
 
 from multimodal import config
 from multimodal.layers.block import Checkpointing
+from multimodal.models.hf_model import checkpoint_blocks, read_tower
 
 
 class HfTextTower(nn.Module):
@@ -18,13 +19,17 @@ class HfTextTower(nn.Module):
     is dropped: it reads one token through weights that our pooling would leave without a gradient.
 
     Raises:
-        ValueError: when the model is not found, or is too short for `section.context_length`.
+        ValueError: when the model is not found or incomplete, or is too short for
+            `section.context_length`.
     """
 
     def __init__(self, section: config.HfText):
         super().__init__()
         self.pool = section.pool
-        self.model = _text_part(_read(section), section.name)
+        self.model = read_tower(
+            section.name, side="text", pretrained=section.pretrained, pooler=False
+        )
+        _check_kind(self.model, section.name)
         self.width: int = self.model.config.hidden_size
         self.vocab_size: int = self.model.get_input_embeddings().num_embeddings
         _check_context(section, self.model)
@@ -39,12 +44,8 @@ class HfTextTower(nn.Module):
         Raises:
             ValueError: when the model cannot.
         """
-        if mode == "none":
-            return
-        # The older name is deprecated in transformers 5 and the only one before.
-        enable = getattr(self.model, "activation_checkpointing_enable", None)
-        enable = enable or self.model.gradient_checkpointing_enable
-        enable({"use_reentrant": False})
+        if mode != "none":
+            checkpoint_blocks(self.model)
 
     def forward(
         self, tokens: Int[Tensor, "B L"], lengths: Int[Tensor, "B"]
@@ -67,47 +68,37 @@ class HfTextTower(nn.Module):
                 return (x_BLW * valid_BL[..., None]).sum(dim=1) / lengths[:, None]
 
 
-def _read(section: config.HfText) -> PreTrainedModel:
-    name = section.name
-    try:
-        if section.pretrained:
-            return AutoModel.from_pretrained(name, dtype=torch.float32)
-        return AutoModel.from_config(AutoConfig.from_pretrained(name), dtype=torch.float32)
-    except OSError as error:
+def _check_kind(model: PreTrainedModel, name: str) -> None:
+    embeds_tokens = isinstance(model.get_input_embeddings(), nn.Embedding)
+    if not hasattr(model.config, "hidden_size") or not embeds_tokens:
         raise ValueError(
-            f"model.text.name={name!r} is neither a folder with a transformers model nor in the "
-            "Hugging Face cache, and it could not be fetched. Give a local folder, or run "
-            f"`hf download {name}` once where there is a network, and check the spelling. "
-            f"transformers says: {error}"
-        ) from error
-
-
-def _text_part(model: PreTrainedModel, name: str) -> PreTrainedModel:
-    if model.config.is_encoder_decoder:
-        model = model.get_encoder()
-    if hasattr(model, "text_model"):
-        model = model.text_model
-    if not hasattr(model.config, "hidden_size"):
-        raise ValueError(
-            f"model.text.name={name!r} is a {type(model).__name__}, which has no hidden_size; "
-            "choose a text model such as a BERT"
+            f"model.text.name={name!r} is a {type(model).__name__}, which has no hidden_size or no "
+            "token embedding; choose a text model such as a BERT"
         )
     if "siglip" in model.config.model_type:
         raise ValueError(
             f"model.text.name={name!r} is a SigLIP text tower, whose padding must be seen and "
             "never cut; use configs/model/siglip2-b-16.yaml, or load the whole model as hf:NAME"
         )
-    if getattr(model, "pooler", None) is not None:
-        model.pooler = None
-    return model
 
 
 def _check_context(section: config.HfText, model: PreTrainedModel) -> None:
     longest = getattr(model.config, "max_position_embeddings", None)
-    if longest is not None and "roberta" in model.config.model_type:
-        longest -= model.config.pad_token_id + 1  # its positions start after the padding's
+    if longest is not None:
+        longest -= _reserved_positions(model)
     if longest is not None and section.context_length > longest:
         raise ValueError(
             f"model.text.context_length={section.context_length} is more than the {longest} "
             f"positions of {section.name!r}; lower it"
         )
+
+
+def _reserved_positions(model: PreTrainedModel) -> int:
+    """Positions before a text's first: RoBERTa and its kin count from the padding's id."""
+    for name, module in model.named_modules():
+        if (
+            name.endswith("position_embeddings")
+            and getattr(module, "padding_idx", None) is not None
+        ):
+            return module.padding_idx + 1
+    return 0

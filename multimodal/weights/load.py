@@ -30,8 +30,10 @@ from multimodal.weights.save import (
     CONFIG_FILE,
     FORMAT,
     FORMAT_VERSION,
+    IMAGE_FOLDER,
     TEXT_FOLDER,
     WEIGHTS_FILE,
+    is_described_elsewhere,
 )
 
 log = logging.getLogger(__name__)
@@ -188,8 +190,11 @@ def _check_tokenizer(tokenizer: Tokenizer, text: config.TextTower, folder: Path)
 def _without_downloads(section: config.Model, folder: Path) -> config.Model:
     """The section of a model whose weights come from a file, not from where it once started."""
     image, text = section.image, section.text
-    if isinstance(image, config.TimmImage):
+    if isinstance(image, config.TimmImage | config.HfImage):
         image = image.model_copy(update={"pretrained": False})
+        if is_described_elsewhere(image):
+            prefix = "local-dir:" if isinstance(image, config.TimmImage) else ""
+            image = image.model_copy(update={"name": f"{prefix}{folder / IMAGE_FOLDER}"})
     if isinstance(text, config.HfText):
         own = {"pretrained": False, "name": str(folder / TEXT_FOLDER)}
         text = text.model_copy(update=own)

@@ -3,6 +3,7 @@
     model.safetensors   weights, in the dtype they have
     tokenizer.json      vocabulary
     text/config.json    architecture of a text tower from transformers; no such file otherwise
+    image/config.json   likewise of an image tower from transformers, or from a folder of timm's
     config.json         architecture, preprocessing, tokenizer settings, versions; written last
 
 Each file is replaced atomically, and a folder without config.json is incomplete.
@@ -29,7 +30,8 @@ FORMAT = "multimodal"
 FORMAT_VERSION = 1
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
-TEXT_FOLDER = "text"
+IMAGE_FOLDER, TEXT_FOLDER = "image", "text"
+"""Where the architectures of towers lie that a library describes."""
 
 
 def save_model(
@@ -53,13 +55,22 @@ def save_model(
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG_FILE).unlink(missing_ok=True)
     tokenizer.save(folder)
-    if isinstance(section.text, config.HfText):
+    if is_described_elsewhere(section.image):
+        model.image.save_architecture(folder / IMAGE_FOLDER)
+    if is_described_elsewhere(section.text):
         model.text.save_architecture(folder / TEXT_FOLDER)
     weights = model.state_dict() if weights is None else weights
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
     write_atomically(folder / WEIGHTS_FILE, lambda path: save_file(state, path))
     text = json.dumps(_describe(section, tokenizer), indent=2) + "\n"
     write_atomically(folder / CONFIG_FILE, lambda path: path.write_text(text, encoding="utf-8"))
+
+
+def is_described_elsewhere(tower: config.ImageTower | config.TextTower) -> bool:
+    """Whether a tower's architecture is in a library's file and not in its section."""
+    if isinstance(tower, config.TimmImage):
+        return ":" in tower.name  # a folder or the hub, not timm's own list
+    return isinstance(tower, config.HfImage | config.HfText)
 
 
 def _describe(section: config.Model, tokenizer: Tokenizer) -> dict:

@@ -1,0 +1,100 @@
+"""Reading one tower from transformers: strict, and without running code of a repository.
+
+transformers fills what a file lacks with random numbers and tells it in a log. Here that is an
+error, but for parts that the tower does not use; heads of the file that stand beside the tower, as
+a masked language model's, are left out.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Literal
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModel, PreTrainedModel
+
+log = logging.getLogger(__name__)
+_SHOWN = 5
+_OPTIONS = {"dtype": torch.float32, "trust_remote_code": False}
+
+
+def read_tower(
+    name: str, *, side: Literal["image", "text"], pretrained: bool, pooler: bool
+) -> PreTrainedModel:
+    """A model of transformers, or its part for pictures or texts.
+
+    Args:
+        name: hub name or local folder.
+        side: of a two-tower model this part is taken; of an encoder-decoder the encoder.
+        pretrained: take the weights, not only the architecture.
+        pooler: keep a head that pools. Without, it is dropped, for its weights would get no
+            gradient.
+
+    Raises:
+        ValueError: when it cannot be read, or its weights are incomplete or of another shape.
+    """
+    try:
+        if not pretrained:
+            settings = AutoConfig.from_pretrained(name, trust_remote_code=False)
+            return _part(AutoModel.from_config(settings, **_OPTIONS), side, pooler)
+        model, found = AutoModel.from_pretrained(
+            name, output_loading_info=True, ignore_mismatched_sizes=True, **_OPTIONS
+        )
+    except OSError as error:
+        raise ValueError(
+            f"model.{side}.name={name!r} is neither a folder with a transformers model nor in the "
+            "Hugging Face cache, and it could not be fetched. Give a local folder, or run "
+            f"`hf download {name}` once where there is a network, and check the spelling. "
+            f"transformers says: {error}"
+        ) from error
+    except (ValueError, KeyError, ImportError, RuntimeError) as error:
+        raise ValueError(
+            f"model.{side}.name={name!r} cannot be read by transformers: {error}"
+        ) from error
+    tensors = model.state_dict(keep_vars=True)
+    part = _part(model, side, pooler)
+    used = {id(tensor) for tensor in part.state_dict(keep_vars=True).values()}
+    wrong = [f"missing {key}" for key in found["missing_keys"] if id(tensors[key]) in used]
+    wrong += [
+        f"{key} is {list(there)} instead of {list(needed)}"
+        for key, there, needed in found["mismatched_keys"]
+    ]
+    wrong += [f"unexpected {key}" for key in found["unexpected_keys"] if _inside(key, model)]
+    if wrong:
+        more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+        raise ValueError(
+            f"model.{side}.name={name!r}: its weights do not fit its config.json: "
+            f"{', '.join(sorted(wrong)[:_SHOWN])}{more}; use files that were saved together"
+        )
+    return part
+
+
+def checkpoint_blocks(model: PreTrainedModel) -> None:
+    """Store a block's input only, and compute the rest again in the backward pass.
+
+    Raises:
+        ValueError: when the model cannot.
+    """
+    # The older name is deprecated in transformers 5 and the only one before.
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    enable = enable or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+
+
+def _part(model: PreTrainedModel, side: str, pooler: bool) -> PreTrainedModel:
+    if model.config.is_encoder_decoder:
+        model = model.get_encoder()
+    model = getattr(model, "text_model" if side == "text" else "vision_model", model)
+    if not pooler and getattr(model, "pooler", None) is not None:
+        model.pooler = None
+    return model
+
+
+def _inside(key: str, model: nn.Module) -> bool:
+    """Whether a tensor of a file belongs to a part that the model has."""
+    key = key.removeprefix(f"{getattr(model, 'base_model_prefix', '')}.")
+    inside = key.split(".")[0] in dict(model.named_children())
+    if not inside:
+        log.info("left out %s, of a head", key)
+    return inside
