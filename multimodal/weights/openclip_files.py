@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,10 +21,11 @@ from multimodal.data.openai_bpe import has_openai_vocabulary
 from multimodal.data.text import Tokenizer, build_tokenizer
 from multimodal.models.build import build_model
 from multimodal.models.two_tower import TwoTower
-from multimodal.weights.mapping import to_ours
+from multimodal.weights.mapping import Table, to_ours
 from multimodal.weights.openclip import openclip_table, text_prefix
 from multimodal.weights.openclip_names import infer_config
 from multimodal.weights.openclip_settings import check_pooling, openclip_section
+from multimodal.weights.openclip_timm_names import timm_config
 from multimodal.weights.state_files import read_state
 
 CONFIG_FILE = "open_clip_config.json"
@@ -85,7 +86,8 @@ def load_open_clip(name: str) -> tuple[config.Model, TwoTower, Tokenizer]:
 
 
 def _convert(found: Found) -> tuple[config.Model, TwoTower, Tokenizer]:
-    section = openclip_section(
+    layout = _layout(found.model_cfg)
+    section = layout.section(
         found.model_cfg,
         tokenizer=_tokenizer_section(found.model_cfg["text_cfg"], found.folder),
         preprocess=found.preprocess,
@@ -99,9 +101,28 @@ def _convert(found: Found) -> tuple[config.Model, TwoTower, Tokenizer]:
     )
     check_pooling(found.model_cfg, tokenizer)
     model = build_model(section)
-    table = openclip_table(section, text_prefix(found.state))
+    table = layout.table(section, text_prefix(found.state))
     model.load_state_dict(to_ours(table, found.state, model.state_dict()))
     return section, model, tokenizer
+
+
+class _Layout(NamedTuple):
+    """How the settings and weights of a kind of model are read."""
+
+    section: Callable[..., config.Model]
+    table: Callable[[config.Model, str], Table]
+
+
+def _layout(model_cfg: Mapping[str, Any]) -> _Layout:
+    if not model_cfg["vision_cfg"].get("timm_model_name"):
+        return _Layout(openclip_section, openclip_table)
+    # Imported here, since timm takes seconds to import.
+    from multimodal.weights.openclip_timm import projection_name, timm_section, timm_table
+
+    return _Layout(
+        timm_section,
+        lambda section, text: timm_table(section, projection=projection_name(model_cfg), text=text),
+    )
 
 
 # --- what lies there -----------------------------------------------------------------------------
@@ -124,6 +145,9 @@ def _find(name: str) -> Found:
 def _read_file(architecture: str, path: Path) -> Found:
     state = _read_weights(path)
     try:
+        if (known := timm_config(architecture, state)) is not None:
+            model_cfg = _with_bias(known.model_cfg, state)
+            return Found(model_cfg, known.preprocess, state, path.parent, path)
         model_cfg = infer_config(architecture, state)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
@@ -156,11 +180,16 @@ def _read_folder(folder: Path) -> Found:
     if weights is None:
         raise ValueError(f"{folder} has no weights; needed is one of {', '.join(WEIGHTS_FILES)}")
     state = _read_weights(weights)
+    return Found(_with_bias(model_cfg, state), preprocess, state, folder, weights)
+
+
+def _with_bias(model_cfg: dict[str, Any], state: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Let the settings have an offset of the logits where the weights do; OpenCLIP takes 0 then."""
+    rest = {name: value for name, value in model_cfg.items() if name != "init_logit_bias"}
     if "logit_bias" not in state:
-        model_cfg.pop("init_logit_bias", None)  # OpenCLIP takes 0, which is none
-    elif model_cfg.get("init_logit_bias") is None:
-        model_cfg["init_logit_bias"] = _PLACEHOLDER_BIAS
-    return Found(model_cfg, preprocess, state, folder, weights)
+        return rest
+    bias = model_cfg.get("init_logit_bias")
+    return rest | {"init_logit_bias": _PLACEHOLDER_BIAS if bias is None else bias}
 
 
 def _weights_in(folder: Path) -> Path | None:

@@ -77,7 +77,7 @@ def infer_config(name: str, state: Mapping[str, Tensor]) -> dict[str, Any]:
     shapes = _Shapes(state)
     vision = _vision(shapes) | {"head_width": size.head_width}
     _check(name, vision, widths=size.widths, patch=int(found[2]), side=found[4])
-    text = _text(shapes, text_prefix(state))
+    text = text_config(state, text_prefix(state))
     if worldwide:
         text |= _WORLDWIDE[found[1]]
     model_cfg = {
@@ -99,8 +99,8 @@ class _Shapes:
         if name not in self.state:
             some = ", ".join(sorted(self.state)[:5]) or "nothing"
             raise ValueError(
-                f"the weights are not those of a Vision Transformer of OpenCLIP: {name} is "
-                f"missing. Found {some}"
+                f"the weights are not those of such a model of OpenCLIP: {name} is missing. "
+                f"Found {some}"
             )
         return self.state[name].shape
 
@@ -125,7 +125,13 @@ def _vision(shapes: _Shapes) -> dict[str, Any]:
     }
 
 
-def _text(shapes: _Shapes, prefix: str) -> dict[str, Any]:
+def text_config(state: Mapping[str, Tensor], prefix: str) -> dict[str, Any]:
+    """Settings of a text tower of OpenCLIP's own, as far as shapes tell them.
+
+    Raises:
+        ValueError: when it is something else.
+    """
+    shapes = _Shapes(state)
     vocab, width = shapes[f"{prefix}token_embedding.weight"]
     bias = shapes.has(f"{prefix}text_projection.bias")
     without = not bias and not shapes.has(f"{prefix}text_projection")

@@ -89,7 +89,7 @@ def openclip_section(
     Raises:
         ValueError: listing all that is unknown or cannot be expressed.
     """
-    refuse_mistakes(_unsupported(model_cfg, MODEL) + _image_mistakes(model_cfg), model_cfg)
+    refuse_mistakes(unsupported(model_cfg, MODEL) + _image_mistakes(model_cfg), model_cfg)
     cfg = model_cfg[IMAGE]
     width, quick = cfg.get("width", 768), model_cfg.get("quick_gelu", False)
     return config.Model(
@@ -148,7 +148,7 @@ def refuse_mistakes(found: list[str], model_cfg: Cfg) -> None:
     """
     text = model_cfg[TEXT]
     quick = model_cfg.get("quick_gelu", False)
-    wrong = [*found, *_unsupported(text, TEXT), *_kwargs(text, TEXT, quick=quick)]
+    wrong = [*found, *unsupported(text, TEXT), *_kwargs(text, TEXT, quick=quick)]
     if wrong:
         raise ValueError(f"this OpenCLIP model cannot be expressed here: {'; '.join(wrong)}")
 
@@ -174,7 +174,7 @@ def check_pooling(model_cfg: Cfg, tokenizer: Tokenizer) -> None:
 
 def _image_mistakes(model_cfg: Cfg) -> list[str]:
     cfg = model_cfg[IMAGE]
-    wrong = _unsupported(cfg, IMAGE) + _kwargs(cfg, IMAGE, quick=model_cfg.get("quick_gelu", False))
+    wrong = unsupported(cfg, IMAGE) + _kwargs(cfg, IMAGE, quick=model_cfg.get("quick_gelu", False))
     if isinstance(cfg.get("layers"), list | tuple):
         wrong.append(f"{IMAGE}.layers={cfg['layers']}: the image tower is a ResNet")
     for name in ("image_size", "patch_size"):
@@ -185,9 +185,10 @@ def _image_mistakes(model_cfg: Cfg) -> list[str]:
     return wrong
 
 
-def _unsupported(cfg: Cfg, part: str) -> list[str]:
-    allowed = _ALLOWED[part]
-    known = allowed.keys() | _READ[part] | _IDLE[part]
+def unsupported(cfg: Cfg, part: str, *, skip: tuple[str, ...] = ()) -> list[str]:
+    """What of a part is unknown or has a value that is not supported, but for the keys `skip`."""
+    allowed = {name: values for name, values in _ALLOWED[part].items() if name not in skip}
+    known = _ALLOWED[part].keys() | _READ[part] | _IDLE[part]
     wrong = [f"{part}.{name} is not known" for name in sorted(cfg.keys() - known)]
     for name in allowed.keys() & cfg.keys():
         if cfg[name] not in allowed[name]:
