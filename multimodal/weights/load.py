@@ -74,6 +74,10 @@ def _load(path_or_name: str | Path) -> tuple[config.Model, TwoTower, Tokenizer]:
             from multimodal.weights.openclip_files import load_open_clip
 
             return load_open_clip(name.rest)
+        case "big_vision":
+            from multimodal.weights.big_vision import load_big_vision
+
+            return load_big_vision(name.rest)
         case _:
             return _load_folder(find_model(path_or_name))
 

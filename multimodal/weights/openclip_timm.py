@@ -10,6 +10,8 @@ with timm's activation, whatever `quick_gelu` and `act_kwargs` say for the text.
 
 from __future__ import annotations
 
+from functools import cache
+
 import timm
 import torch
 from timm.models.vision_transformer import VisionTransformer
@@ -88,7 +90,8 @@ def projection_name(model_cfg: Cfg) -> str:
     cfg = model_cfg[IMAGE]
     if cfg.get("timm_proj", "linear") == "linear":
         return _HEAD
-    return f"visual.trunk.{_classifier(_trunk(cfg, num_classes=model_cfg['embed_dim']))}"
+    trunk = _trunk(cfg["timm_model_name"], num_classes=model_cfg["embed_dim"])
+    return f"visual.trunk.{_classifier(trunk)}"
 
 
 # --- settings ------------------------------------------------------------------------------------
@@ -101,7 +104,7 @@ def _mistakes(cfg: Cfg) -> list[str]:
     wrong = []
     if pool in _OWN_POOLS:
         wrong.append(f"{IMAGE}.timm_pool={pool!r} is a pool of OpenCLIP's own")
-    elif pool and pool != (found := _pool(_trunk(cfg))):
+    elif pool and pool != (found := _pool(_trunk(name))):
         wrong.append(f"{IMAGE}.timm_pool={pool!r}, but here {name!r} has its own, {found!r}")
     if cfg.get("timm_proj", "linear") not in ("linear", "none", "", None):
         wrong.append(f"{IMAGE}.timm_proj={cfg['timm_proj']!r} (needed 'linear', 'none' or null)")
@@ -114,7 +117,7 @@ def _mistakes(cfg: Cfg) -> list[str]:
 def _image(cfg: Cfg) -> config.VitImage | config.TimmImage:
     side = cfg.get("image_size", 224)
     side = side if isinstance(side, int) else side[0]
-    trunk = _trunk(cfg)
+    trunk = _trunk(cfg["timm_model_name"])
     if _is_siglip(trunk) and side % trunk.patch_embed.patch_size[0] == 0:
         return _siglip_image(trunk, side)
     return config.TimmImage(kind="timm", name=cfg["timm_model_name"], image_size=side)
@@ -126,15 +129,16 @@ def _projection(cfg: Cfg, embed_dim: int) -> str:
             return "none"
         case "linear":
             return "linear_bias" if cfg.get("timm_proj_bias", False) else "linear"
-    trunk = _trunk(cfg, num_classes=embed_dim)
+    trunk = _trunk(cfg["timm_model_name"], num_classes=embed_dim)
     has_bias = trunk.get_submodule(_classifier(trunk)).bias is not None
     return "linear_bias" if has_bias else "linear"
 
 
-def _trunk(cfg: Cfg, num_classes: int = 0) -> nn.Module:
-    """timm's model without values."""
+@cache
+def _trunk(name: str, num_classes: int = 0) -> nn.Module:
+    """timm's model without values; only to look at."""
     with torch.device("meta"):
-        return timm.create_model(cfg["timm_model_name"], num_classes=num_classes)
+        return timm.create_model(name, num_classes=num_classes)
 
 
 def _pool(trunk: nn.Module) -> str | None:

@@ -70,14 +70,14 @@ def _siglip(match: re.Match, state: Mapping[str, Tensor]) -> Known:
     size, patch, second, i18n, side = match.groups()
     side = int(side or 224)
     text = text_config(state, "text.")
-    hub = f"timm/{match[0]}" if second or i18n else "timm/ViT-B-16-SigLIP"
+    first = f"timm/ViT-B-16-SigLIP{'-i18n-256' if i18n else ''}"
     text |= {
         "heads": _SIGLIP_HEADS.get(text["width"], text["heads"]),
         "no_causal_mask": True,
         "pool_type": "last",
         "norm_kwargs": {"eps": 1e-6},
         "act_kwargs": {"approximate": "tanh"} if second else {},
-        "hf_tokenizer_name": hub,
+        "hf_tokenizer_name": f"timm/{match[0]}" if second else first,
         "tokenizer_kwargs": {"clean": "canonicalize"},
     }
     trunk = f"vit_{_SIZES[size]}_patch{patch}_siglip_{side}"

@@ -3,7 +3,6 @@
 import json
 
 import pytest
-import timm
 import torch
 from safetensors.torch import save_file
 from timm.models.eva import _create_eva
@@ -21,13 +20,10 @@ from multimodal.models.build import build_model
 from multimodal.weights.load import load
 from multimodal.weights.mapping import from_ours, to_ours
 from multimodal.weights.openclip_timm import projection_name, timm_section, timm_table
+from tests.timm_models import register
 
 open_clip = pytest.importorskip("open_clip")
 
-CFG = {
-    "num_classes": 1000, "pool_size": None, "fixed_input_size": True, "classifier": "head",
-    "input_size": (3, 28, 28),
-}  # fmt: skip
 SIGLIP = {
     "patch_size": 7, "embed_dim": 36, "depth": 2, "num_heads": 3, "mlp_ratio": 2.36,
     "class_token": False, "global_pool": "map",
@@ -43,21 +39,6 @@ def create_mci(name: str, **args):
     return _create_vision_transformer_hybrid(name, stem, {"proj": False}, **args)
 
 
-def register(create, **args) -> str:
-    """Make a small model known to timm by a name of its own."""
-    name = f"oc_{create.__name__.strip('_')}_{len(NAMES)}"
-
-    def entry(pretrained=False, **kwargs):
-        return create(name, pretrained=pretrained, **(args | kwargs | {"pretrained_cfg": CFG}))
-
-    entry.__name__ = entry.__qualname__ = name
-    entry.__module__ = "timm.models.vision_transformer"
-    timm.models.register_model(entry)
-    NAMES.append(name)
-    return name
-
-
-NAMES: list[str] = []
 EXACT = register(_create_vision_transformer, **SIGLIP)
 TANH = register(_create_vision_transformer, **SIGLIP, act_layer="gelu_tanh")
 UNEVEN = register(_create_vision_transformer, **SIGLIP | {"patch_size": 9})
