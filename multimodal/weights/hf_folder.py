@@ -87,10 +87,17 @@ def reopen(folder: Path, *, drop_logit_bias: bool = False) -> Theirs:
         by_label = {row["label"]: row["score"] for row in found}
         return [by_label[text] for text in texts]
 
+    padding = "max_length" if model.config.model_type == "siglip" else True
+
+    def embed_texts(texts: list[str]) -> Tensor:
+        inputs = processor(text=texts, padding=padding, truncation=True, return_tensors="pt")
+        return hf.features_of(model.get_text_features(**inputs))
+
     return hf.as_theirs(
         model,
         pixels=lambda images: pixels_of(processor.image_processor, images),
         tokens=lambda texts: tokens_of(processor.tokenizer, texts),
+        embed_texts=embed_texts,
         scores=scores if _fits_pipeline(model) else None,
         unescapes=False,
         known=known_of(processor.tokenizer) | (_DROPPED if drop_logit_bias else {}),

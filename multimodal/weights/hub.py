@@ -13,6 +13,7 @@ from multimodal.data.text import Tokenizer, build_tokenizer
 from multimodal.models.two_tower import TwoTower
 from multimodal.weights.clip import import_clip
 from multimodal.weights.siglip import import_siglip
+from multimodal.weights.tokenizer_files import GENERAL_TOKENIZER
 
 _KINDS = {"clip": (CLIPModel, import_clip), "siglip": (SiglipModel, import_siglip)}
 _INTERPOLATION = {2: "bilinear", 3: "bicubic"}
@@ -49,13 +50,15 @@ def load_hf(name: str) -> tuple[config.Model, TwoTower, Tokenizer]:
 def _clean(kind: str, name: str) -> list[config.Cleaning]:
     """What is done to texts by code of transformers, or before it, but not by tokenizer.json.
 
-    SigLIP's own class drops punctuation. SigLIP 2 has Gemma's, and was trained on lower case.
+    SigLIP's own class drops punctuation. SigLIP 2 has Gemma's, and was trained on lower case. The
+    general class does what its file says.
     """
     if kind != "siglip":
         return []
     described = get_tokenizer_config(name).get("tokenizer_class") or ""
-    siglip_1 = described.startswith("SiglipTokenizer")
-    return ["punctuation", "whitespace", "lower"] if siglip_1 else ["lower"]
+    if described.startswith("SiglipTokenizer"):
+        return ["punctuation", "whitespace", "lower"]
+    return [] if described == GENERAL_TOKENIZER else ["lower"]
 
 
 def _tokenizer(section: config.Model) -> Tokenizer:

@@ -197,6 +197,8 @@ def _pictures(
             grey = _grey_levels(ours, pixels, section.std)
             limit = _SAME_GREY if kind == inputs.EXACT else _GREY
             yield Row(f"pixels of {len(images)} {kind}, in grey levels", grey, limit, reason)
+            if pixels.shape != ours.shape:
+                continue
             if theirs.image is not None:
                 distance = _distance(pretrained.model.encode_image(pixels), theirs.image(pixels))
                 yield Row(f"image features of {kind}", distance, theirs.tolerance)
@@ -264,8 +266,10 @@ def _together(pretrained: Pretrained, theirs: Theirs, image: Image.Image) -> Ite
     if theirs.image and theirs.text and theirs.logit_scale is not None:
         image_features = unit_length(theirs.image(pixels))
         text_features = unit_length(theirs.text(_padded(tokens, pretrained, theirs), lengths))
-        found = theirs.logit_scale * image_features @ text_features.T + (theirs.logit_bias or 0.0)
-        difference = (logits - found).abs().max().item()
+        difference = math.inf
+        if image_features.shape[1] == text_features.shape[1]:
+            found = theirs.logit_scale * image_features @ text_features.T
+            difference = (logits - found - (theirs.logit_bias or 0.0)).abs().max().item()
         reason = theirs.known.get("logit bias")
         yield Row("logits", difference, 3 * max(1.0, scale) * theirs.tolerance, reason)
     if theirs.scores is not None:

@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 
 from multimodal.data.text import FILE, Tokenizer
 
+GENERAL_TOKENIZER = "PreTrainedTokenizerFast"
+"""The class of transformers that does what tokenizer.json says and nothing else."""
 _WORD_END = "</w>"
 _CLIP_STEPS = (["NFC", "Replace", "Lowercase"], ["Split", "ByteLevel"])
 """Normalizer and pre-tokenizer of CLIP's class in transformers."""
@@ -66,7 +68,7 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, *, masks_padding: bool) 
     _write(folder / "special_tokens_map.json", special)
     inputs = ["input_ids", "attention_mask"] if masks_padding else ["input_ids"]
     settings = {
-        "tokenizer_class": "CLIPTokenizer" if _is_clip(content) else "PreTrainedTokenizerFast",
+        "tokenizer_class": "CLIPTokenizer" if _is_clip(content) else GENERAL_TOKENIZER,
         "model_max_length": tokenizer.context_length,
         "model_input_names": inputs,
         "padding_side": "right",

@@ -78,11 +78,17 @@ def test_siglip_folder_is_read_with_its_preprocessing(tmp_path):
     assert ours.classify([picture(0)], ["a", "b"]).sum() == pytest.approx(1)
 
 
-@pytest.mark.parametrize(("kind", "drops"), [("SiglipTokenizer", True), ("GemmaTokenizer", False)])
-def test_siglip_drops_punctuation_and_siglip_2_lowers_the_case_only(tmp_path, kind, drops):
+@pytest.mark.parametrize(
+    ("kind", "steps"),
+    [
+        ("SiglipTokenizer", ["punctuation", "whitespace", "lower"]),
+        ("GemmaTokenizer", ["lower"]),
+        ("PreTrainedTokenizerFast", []),
+    ],
+)
+def test_siglip_texts_are_cleaned_as_its_class_of_tokenizer_says(tmp_path, kind, steps):
     described = tmp_path / "tokenizer_config.json"
     described.write_text(json.dumps({"tokenizer_class": kind}))
-    steps = ["punctuation", "whitespace", "lower"] if drops else ["lower"]
     assert clean_of("siglip", str(tmp_path)) == steps
     assert clean_of("clip", str(tmp_path)) == []
 
