@@ -219,13 +219,13 @@ def start(*command: str, **extra: str) -> subprocess.Popen:
     )
 
 
-def finish(process: subprocess.Popen, code: int = 0) -> str:
+def finish(process: subprocess.Popen, code: int = 0, within: float = 240) -> str:
     """Wait for a started process, expect an exit code, and return what it wrote."""
     try:
-        output, _ = process.communicate(timeout=240)
+        output, _ = process.communicate(timeout=within)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
-        raise AssertionError(f"no end after 240 s:\n{process.communicate()[0]}") from None
+        raise AssertionError(f"no end after {within} s:\n{process.communicate()[0]}") from None
     assert process.returncode == code, output
     return output
 

@@ -68,9 +68,10 @@ def train(config: Config) -> None:
     """
     limit = timeout_seconds(config.train.timeout)
     with Signals() as signals:
-        accelerator = make_accelerator(timeout=limit)
         try:
             with Watchdog(limit, signals) as watch:
+                accelerator = make_accelerator(timeout=limit)
+                watch.at("start", 0)
                 _train(config, accelerator, watch)
         except StopRequested as request:
             log.warning("stopped by %s; the same command goes on from the last checkpoint", request)

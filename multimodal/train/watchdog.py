@@ -11,8 +11,10 @@ import signal
 import sys
 import threading
 import traceback
+from collections.abc import Callable
+from functools import partial
 from types import TracebackType
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 from multimodal.config import parse_duration
 from multimodal.distributed import Left, is_of_collectives, post_left, rank, who_left
@@ -22,15 +24,18 @@ from multimodal.train.signals import Signals
 
 log = logging.getLogger(__name__)
 
-Phase = Literal["start", "data", "step", "save", "evaluate", "finish"]
-_PATIENCE: dict[Phase, int] = {"start": 6, "save": 6, "finish": 6}
+T = TypeVar("T")
+Phase = Literal["join", "start", "data", "step", "save", "evaluate", "finish"]
+_PATIENCE: dict[Phase, int] = {"join": 6, "start": 6, "save": 6, "finish": 6}
 """Times the limit for phases that are long by right and show nothing meanwhile."""
-_ALONE: tuple[Phase, ...] = ("start", "finish")
+_ALONE: tuple[Phase, ...] = ("join", "start", "finish")
 """Phases that a signal ends on its own rank only; in the others it is agreed on."""
 _TICK = 1.0
 """Seconds between two looks."""
 _LEAVE_SECONDS = 20
 """That the main thread has to end by itself after another process has left."""
+_ASK_SECONDS = 5
+"""That whoever holds the notes has to answer a process that leaves."""
 
 
 class Place(NamedTuple):
@@ -40,7 +45,8 @@ class Place(NamedTuple):
     step: int
 
     def __str__(self) -> str:
-        return f"rank {rank()}, step {self.step}, phase {self.phase!r}"
+        number = rank() or int(os.environ.get("RANK", "0"))  # the latter before it has joined
+        return f"rank {number}, step {self.step}, phase {self.phase!r}"
 
 
 def timeout_seconds(timeout: str | None) -> float | None:
@@ -56,8 +62,8 @@ class Watchdog:
     suspended process (Ctrl-Z, a laptop's lid) does not look hung when it goes on.
 
     Args:
-        limit: seconds of `train.timeout`, or None to wait forever; the phases "start", "save" and
-            "finish" may take six times that.
+        limit: seconds of `train.timeout`, or None to wait forever; the phases "join", "start",
+            "save" and "finish" may take six times that.
         signals: what this process has been asked.
     """
 
@@ -65,7 +71,7 @@ class Watchdog:
         self.signals = signals
         self._limit = limit
         self._launcher = launcher()
-        self._place = Place("start", 0)
+        self._place = Place("join", 0)
         self._moves = 0
         self._left: Left | None = None
         self._main = threading.get_ident()
@@ -114,23 +120,26 @@ class Watchdog:
         finally:
             self._done.set()
             self._thread.join()
-            self._ear.join(_LEAVE_SECONDS)
+            self._ear.join(_ASK_SECONDS)
 
     def _leave(self, error: BaseException) -> None:
         if is_of_collectives(error):
-            first = self._left or who_left()
+            first = self._left or _briefly(who_left)
             if first is not None and first.stopped:
                 raise StopRequested(first.reason) from error
+            if first is None and self._place.phase == "join":
+                why = f"cannot join the other processes: {error}"
+                raise RunStopped(f"{self._place}: {why}") from error
             sentence = str(error).partition(". ")[0]
             why = first.reason if first else f"killed, out of memory or not reachable ({sentence})"
             raise RunStopped(f"{self._place}: another process has ended: {why}") from error
         if isinstance(error, StopRequested):
             if self._place.phase in _ALONE:  # else all ranks have agreed to it
-                post_left(Left(error.reason, stopped=True), stay=True)
+                _briefly(partial(post_left, Left(error.reason, stopped=True), stay=True))
             return
         told = isinstance(error, ValueError | RunStopped)  # most likely by all ranks
         reason = f"{self._place}: {type(error).__name__}: {error}"
-        post_left(Left(reason, stopped=False), stay=not told)
+        _briefly(partial(post_left, Left(reason, stopped=False), stay=not told))
         if isinstance(error, SystemExit):
             raise RunStopped(f"{self._place}: sys.exit({error.code}) before the end") from error
         if not told and not isinstance(error, KeyboardInterrupt):
@@ -172,3 +181,12 @@ class Watchdog:
         log.critical("%s: %s. It was here:\n%sending with code %d", self._place, why, stack, code)
         logging.shutdown()
         os._exit(code)
+
+
+def _briefly(call: Callable[[], T]) -> T | None:
+    """What `call` returns, or None if whoever holds the notes hangs and does not answer."""
+    answers: list[T] = []
+    asking = threading.Thread(target=lambda: answers.append(call()), daemon=True)
+    asking.start()
+    asking.join(_ASK_SECONDS)
+    return answers[0] if answers else None

@@ -28,6 +28,7 @@ from multimodal import launcher as launching
 from multimodal.config import Config
 from multimodal.config_io import check
 from multimodal.distributed import failing_together, on_main, rank
+from multimodal.errors import RunStopped
 from multimodal.evaluate import retrieval as retrieving
 from multimodal.launcher import Launcher
 from multimodal.train import checkpoint, loop, machine, report, watchdog
@@ -155,6 +156,105 @@ def test_a_node_that_is_stopped_stops_the_other_one_too(tmp_path):
         finish(node, code=1)
     (saved,) = (tmp_path / "run" / "checkpoints").glob("[!.]*")
     assert int(saved.name.removeprefix("step-")) == rows(tmp_path / "run")[-1]["step"]
+
+
+# --- Frozen processes, where rank 0 holds what ranks post, as under srun --------------------------
+
+FREEZE = """
+import os, signal, sys
+who, place, then = os.environ["FROZEN"], sys.argv.pop(), sys.argv.pop()
+mine = os.environ["RANK"] == who
+
+def freeze(*args, **kwargs):
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+if mine and place == "join":
+    freeze()
+from multimodal.cli import main
+from multimodal.train import loop, saving, watchdog
+
+if place == "start" and mine:
+    loop.starting_model = freeze
+if place == "save":
+    watchdog._PATIENCE["save"] = 1
+    if mine:
+        saving.Saver.save = freeze
+if place == "step":
+    real = loop.train_step
+
+    def train_step(*args, step, **kwargs):
+        if step + 1 == 4:
+            if mine:
+                freeze()
+            exec(then)
+        return real(*args, step=step, **kwargs)
+
+    loop.train_step = train_step
+sys.argv.insert(1, "train")
+main()
+"""
+
+
+def left_by_a_frozen_one(tmp_path, frozen, place, then, timeout):
+    """Two processes without a launcher, one of which freezes; what the other one wrote."""
+    script = tmp_path / "script.py"
+    script.write_text(FREEZE)
+    shards = make_shards(tmp_path / "data", 37)
+    settings = (f"train.timeout={timeout} min", "checkpoint.background=false")
+    tree = tiny_tree(tmp_path / "run", shards, *settings)
+    path = write_config(tmp_path / "c.yaml", tree)
+    meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    both = [
+        start(
+            *(str(script), str(path), then, place),
+            **(meet | {"WORLD_SIZE": "2", "RANK": str(r), "LOCAL_RANK": str(r)}),
+            FROZEN=str(frozen),
+        )
+        for r in range(2)
+    ]
+    try:
+        return finish(both[1 - frozen], code=1, within=90)
+    finally:
+        both[frozen].kill()
+        both[frozen].communicate()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("frozen", "place", "timeout", "stands"),
+    [
+        (0, "join", 0.05, "step 0, phase 'join'"),
+        (0, "start", 0.05, "step 0, phase 'start'"),
+        (1, "start", 0.05, "step 0, phase 'start'"),
+        (0, "step", 0.1, "step 4, phase 'step'"),
+        (1, "step", 0.1, "step 4, phase 'step'"),
+        (0, "save", 0.1, "step 4, phase 'save'"),
+        (1, "save", 0.1, "step (4, phase 'save'|5, phase 'step')"),  # it may save without the other
+    ],
+)
+def test_a_frozen_rank_ends_the_other_one_in_time(tmp_path, frozen, place, timeout, stands):
+    output = left_by_a_frozen_one(tmp_path, frozen, place, "", timeout)
+    assert re.search(f"rank {1 - frozen}, {stands}: nothing has moved for", output), output
+    assert "It was here:\n" in output and "ending with code 1" in output
+
+
+@pytest.mark.slow
+def test_an_error_is_told_though_a_frozen_rank_holds_the_notes(tmp_path):
+    output = left_by_a_frozen_one(tmp_path, 0, "step", "raise RuntimeError('no more tea')", 1)
+    told = r"RuntimeError: no more tea\n(?:\[rank1\]: )?on rank 1, step 4, phase 'step'"
+    assert re.search(told, output), output
+
+
+def test_a_process_that_cannot_join_says_so(tmp_path, monkeypatch):
+    def fail(**kwargs):
+        raise dist.DistNetworkError("The client socket has timed out after 600000ms")
+
+    monkeypatch.setattr(loop, "make_accelerator", fail)
+    monkeypatch.setenv("RANK", "1")
+    config = check(tiny_tree(tmp_path / "run", tmp_path), Config)
+    told = "rank 1, step 0, phase 'join': cannot join the other processes: The client socket"
+    with pytest.raises(RunStopped, match=told):
+        train(config)
 
 
 # --- F25: an error on rank 0 only ----------------------------------------------------------------
