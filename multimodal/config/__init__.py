@@ -41,6 +41,7 @@ from multimodal.config.model import (
 )
 from multimodal.config.run import (
     Best,
+    Card,
     Checkpoint,
     Config,
     ContrastiveSection,

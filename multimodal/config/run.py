@@ -136,6 +136,17 @@ class Log(Section):
     """Weights & Biases."""
 
 
+class Card(Section):
+    """What the model card, `model/README.md`, cannot find out by itself."""
+
+    license: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9.+-]*$")] | None = None
+    """SPDX identifier of the model's license, such as `Apache-2.0`; null states none."""
+    attribution: str | None = None
+    """Who must be named, such as the makers of the training data."""
+    description: str | None = None
+    """What the model is and what it is for."""
+
+
 class Config(Section):
     """One training run."""
 
@@ -159,6 +170,8 @@ class Config(Section):
     """When the state is saved."""
     log: Log = Log()
     """What is reported."""
+    card: Card = Card()
+    """What the model card says besides the facts."""
 
     @model_validator(mode="after")
     def _frozen_towers_are_trained(self):

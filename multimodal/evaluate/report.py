@@ -38,11 +38,12 @@ def results_table(name: str, metrics: Metrics) -> Table:
     table.add_column("chance", justify="right")
     for key, value in metrics.items():
         if key not in counts and not key.endswith("chance"):
-            table.add_row(key, _percent(value), _percent(_chance(key, metrics)))
+            table.add_row(key, _percent(value), _percent(chance_of(key, metrics)))
     return table
 
 
-def _chance(key: str, metrics: Metrics) -> float | None:
+def chance_of(key: str, metrics: Metrics) -> float | None:
+    """What chance gives for a figure, where that is known."""
     if key in ("acc1", "mean_per_class_recall"):
         return metrics["chance"]
     return metrics.get(f"{key}_chance")

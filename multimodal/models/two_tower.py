@@ -6,7 +6,7 @@ Legend: B pictures, T texts, E embed_dim, L tokens, H W pixels.
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
@@ -117,6 +117,10 @@ class TwoTower(nn.Module):
                 return self.text, self.text_projection
             case "temperature":
                 return (self.temperature,)
+
+    def parameter_counts(self) -> dict[str, int]:
+        """How many numbers each part learns or keeps."""
+        return {part: sum(p.numel() for p in self._parameters_of(part)) for part in get_args(Part)}
 
     def _parameters_of(self, part: Part) -> Iterator[nn.Parameter]:
         return chain.from_iterable(module.parameters() for module in self.modules_of(part))

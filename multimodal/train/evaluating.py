@@ -10,10 +10,12 @@ from matplotlib.figure import FigureBase
 
 from multimodal.config import Config, Retrieval
 from multimodal.data.build import open_source
+from multimodal.data.stream import TrainingSource
 from multimodal.distributed import on_main
 from multimodal.evaluate.parts import Progress
 from multimodal.evaluate.report import draw_predictions, first_captions, print_results
 from multimodal.evaluate.run import evaluate
+from multimodal.train.card import data_terms, model_card
 from multimodal.train.checkpoint import Checkpoint
 from multimodal.train.curves import write_report
 from multimodal.train.report import Report, Row, read_rows
@@ -61,17 +63,25 @@ def evaluate_due(
     return bool(due)
 
 
-def finish(config: Config, weights: RunWeights, last: Checkpoint) -> None:
+def finish(config: Config, weights: RunWeights, source: TrainingSource, last: Checkpoint) -> None:
     """Write what is left of the run: results, report, the model, which is the average if any."""
     run = Path(config.run)
-    *_, (_, pretrained) = weights.usable()
+    *_, (suffix, pretrained) = weights.usable()
 
     def write() -> None:
-        results = _evaluations_at(run, last.step)
-        write_results(run, {name: results[name] for name in evaluation_names(config)})
+        found = _evaluations_at(run, last.step)
+        results = {name: found[name] for name in evaluation_names(config)}
+        write_results(run, results)
         pictures = _picture_sheet(config, pretrained)
         write_report(run, read_rows(run / "metrics.jsonl"), pictures)
-        publish_model(run, last.path)
+        card = model_card(
+            config,
+            state=last.state,
+            results={name + suffix: results[name + suffix] for name in config.evaluate},
+            parameters=pretrained.model.parameter_counts(),
+            terms=data_terms(source),
+        )
+        publish_model(run, last.path, card)
 
     on_main(write)
     log.info("finished: %s after %d steps; the model is in %s", run, last.step, run / "model")

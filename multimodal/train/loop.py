@@ -145,6 +145,7 @@ def _run(
             state = _state(config, source, schedule, step, fingerprint)
             state |= guard.state() | diagnostics.state()
             state["micro_batch_size"] = parts.micro_batch_size
+            state["precision"] = accelerator.mixed_precision
             saver.save(state, weights.pretrained, parts.optimizer, weights.ema)
 
         def evaluated(step: int, minutes: tuple[float, float] = (0.0, 0.0)) -> bool:
@@ -217,7 +218,7 @@ def _run(
         watch.signals.release()
         if guard.in_a_row:
             log.warning("the last %d step(s) were not finite and left out", guard.in_a_row)
-        finish(config, weights, last)
+        finish(config, weights, source, last)
 
 
 class _Parts(NamedTuple):

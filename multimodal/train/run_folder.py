@@ -23,6 +23,7 @@ from multimodal.config_io import check, dump_yaml, read_yaml
 from multimodal.distributed import on_main
 from multimodal.files import Lock, file_hash, move_folder, write_atomically
 from multimodal.weights.checkpoints import checkpoint_model
+from multimodal.weights.save import CARD_FILE
 
 MAY_CHANGE = (
     "run",
@@ -37,6 +38,7 @@ MAY_CHANGE = (
     "evaluate",
     "checkpoint",
     "log",
+    "card",
     "data.workers",
     "data.max_skipped",
 )
@@ -135,7 +137,7 @@ def is_finished(run: Path, checkpoint: Path, evaluations: list[str]) -> bool:
     return (
         sorted(results) == sorted(evaluations)
         and (run / "report.png").exists()
-        and names == _files(run / "model")
+        and sorted([*names, CARD_FILE]) == _files(run / "model")
         and all(file_hash(run / "model" / n) == file_hash(model / n) for n in names)
     )
 
@@ -151,11 +153,16 @@ def write_results(run: Path, results: dict[str, dict[str, Any]]) -> None:
     write_atomically(run / "results.json", lambda file: file.write_text(text, encoding="utf-8"))
 
 
-def publish_model(run: Path, checkpoint: Path) -> None:
-    """Copy a checkpoint's model (EMA weights, if it has any) to `model/`, whole or not at all."""
+def publish_model(run: Path, checkpoint: Path, card: str) -> None:
+    """Copy a checkpoint's model (EMA weights, if it has any) to `model/`, whole or not at all.
+
+    Args:
+        card: text of the model card, which a finished run leaves to people to edit.
+    """
     temporary = run / ".model"
     shutil.rmtree(temporary, ignore_errors=True)
     shutil.copytree(checkpoint_model(checkpoint), temporary)
+    (temporary / CARD_FILE).write_text(card, encoding="utf-8")
     move_folder(temporary, run / "model")
 
 

@@ -5,6 +5,7 @@
     text/config.json    architecture of a text tower from transformers; no such file otherwise
     image/config.json   likewise of an image tower from transformers, or from a folder of timm's
     config.json         architecture, preprocessing, tokenizer settings, versions; written last
+    README.md           the model card, in the model that a run ends with
 
 Each file is replaced atomically, and a folder without config.json is incomplete.
 """
@@ -32,6 +33,7 @@ CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 IMAGE_FOLDER, TEXT_FOLDER = "image", "text"
 """Where the architectures of towers lie that a library describes."""
+CARD_FILE = "README.md"
 
 
 def save_model(

@@ -143,10 +143,11 @@ def test_the_published_model_is_whole_or_absent(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(run_folder, "move_folder", stop)
         with pytest.raises(OSError, match="power cut"):
-            publish_model(tmp_path, checkpoint)
+            publish_model(tmp_path, checkpoint, "a card")
     assert (tmp_path / "model/a").read_text() == "old"
-    publish_model(tmp_path, checkpoint)
+    publish_model(tmp_path, checkpoint, "a card")
     assert (tmp_path / "model/text/b").read_text() == "new"
+    assert (tmp_path / "model/README.md").read_text() == "a card"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoints", "model"]
 
 
