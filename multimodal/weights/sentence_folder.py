@@ -25,7 +25,7 @@ def reopen(folder: Path) -> Theirs:
         import sentence_transformers
     except ImportError as error:
         raise ImportError(
-            "sentence-transformers is not installed; pip install sentence-transformers"
+            "sentence-transformers is not installed (pip install 'multimodal[convert]')"
         ) from error
     with hf.quiet():
         model = sentence_transformers.SentenceTransformer(str(folder), device="cpu")

@@ -321,4 +321,6 @@ def test_whatever_is_wrong_in_the_files_is_found(exported, tmp_path, name, wrong
 def test_siglip_is_read_as_such(exported):
     _, folder = exported["siglip"]
     assert isinstance(SiglipModel.from_pretrained(folder), SiglipModel)
+    # Left out, it would have a default: the id of CLIP.
+    assert json.loads((folder / "config.json").read_text())["text_config"]["bos_token_id"] is None
     assert siglip_section(exported["siglip"][0].tokenizer).text.fixed_length

@@ -118,6 +118,12 @@ def test_without_the_library_the_files_are_written_and_called_unchecked(
     assert stored["passed"] is None and stored["rows"] == [] and stored["library"] is None
 
 
+def test_sentence_transformers_need_not_be_installed(pretrained, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "sentence_transformers", None)
+    report = convert(pretrained, tmp_path / "out", "sentence-transformers").report
+    assert "sentence-transformers is not installed" in report.not_checked
+
+
 def test_what_cannot_be_written_leaves_nothing(writer, pretrained, tmp_path):
     def write(pretrained, folder):
         raise ValueError("it cannot be this model")
