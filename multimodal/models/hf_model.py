@@ -8,7 +8,8 @@ a masked language model's, are left out.
 from __future__ import annotations
 
 import logging
-from typing import Literal
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -52,22 +53,47 @@ def read_tower(
         raise ValueError(
             f"model.{side}.name={name!r} cannot be read by transformers: {error}"
         ) from error
-    tensors = model.state_dict(keep_vars=True)
     part = _part(model, side, pooler)
+    unexpected = [key for key in found["unexpected_keys"] if _inside(key, model)]
+    refuse_incomplete(f"model.{side}.name={name!r}", model, found, part=part, unexpected=unexpected)
+    return part
+
+
+def refuse_incomplete(
+    what: str,
+    model: PreTrainedModel,
+    found: Mapping[str, Any],
+    *,
+    part: nn.Module,
+    unexpected: Iterable[str],
+) -> None:
+    """Raise a ValueError when a file did not give a part of a model all its weights, naming them.
+
+    Args:
+        what: stands at the beginning of the message.
+        model: what was loaded, with `ignore_mismatched_sizes`.
+        found: transformers' `output_loading_info`.
+        part: the model or what is used of it.
+        unexpected: names that the file should not have.
+    """
+    tensors = model.state_dict(keep_vars=True)
     used = {id(tensor) for tensor in part.state_dict(keep_vars=True).values()}
-    wrong = [f"missing {key}" for key in found["missing_keys"] if id(tensors[key]) in used]
+    wrong = [
+        f"missing {key}"
+        for key in found["missing_keys"]
+        if key in tensors and id(tensors[key]) in used
+    ]
     wrong += [
         f"{key} is {list(there)} instead of {list(needed)}"
         for key, there, needed in found["mismatched_keys"]
     ]
-    wrong += [f"unexpected {key}" for key in found["unexpected_keys"] if _inside(key, model)]
+    wrong += [f"unexpected {key}" for key in unexpected]
     if wrong:
         more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         raise ValueError(
-            f"model.{side}.name={name!r}: its weights do not fit its config.json: "
+            f"{what}: its weights do not fit its config.json: "
             f"{', '.join(sorted(wrong)[:_SHOWN])}{more}; use files that were saved together"
         )
-    return part
 
 
 def checkpoint_blocks(model: PreTrainedModel) -> None:

@@ -7,7 +7,7 @@ end-of-text token; both are the same place.
 
 from __future__ import annotations
 
-from transformers import CLIPConfig, CLIPModel
+from transformers import CLIPConfig, CLIPModel, PreTrainedModel
 
 from multimodal import config
 from multimodal.models.build import build_model
@@ -52,9 +52,9 @@ def clip_table(section: config.Model) -> Table:
 
 
 def import_clip(
-    theirs: CLIPModel, *, tokenizer: config.HfTokenizer, preprocess: config.Preprocess
+    theirs: PreTrainedModel, *, tokenizer: config.HfTokenizer, preprocess: config.Preprocess
 ) -> tuple[config.Model, TwoTower]:
-    """Our model with the weights of a float32 `CLIPModel`.
+    """Our model with the weights of a float32 `CLIPModel`, or `MetaClip2Model`, which is its twin.
 
     Raises:
         ValueError: when it has something that ours cannot express, or the features differ.

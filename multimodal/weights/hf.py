@@ -6,8 +6,9 @@ written in `convert`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
@@ -94,8 +95,20 @@ def encoder_config(section: config.Encoder) -> dict[str, Any]:
     }
 
 
-def check_parity(model: TwoTower, theirs: PreTrainedModel, section: config.Model) -> None:
+def check_parity(
+    model: TwoTower,
+    theirs: PreTrainedModel,
+    section: config.Model,
+    *,
+    image: Callable[[Tensor], Tensor] | None = None,
+) -> None:
     """Compare our model with the one that it was made from, on random pictures and tokens.
+
+    Args:
+        model: ours.
+        theirs: a model of transformers.
+        section: our settings.
+        image: normalised pixels to their features, where `get_image_features` takes others.
 
     Raises:
         ValueError: when their unit vectors are further apart than `LOADED_TOLERANCE`.
@@ -104,11 +117,13 @@ def check_parity(model: TwoTower, theirs: PreTrainedModel, section: config.Model
     ids = range(text.vocab_size)
     eos, pad = found.eos_token_id, found.pad_token_id
     # SigLIP files name ids that it does not have; nothing there is pooled by them.
-    if eos == LEGACY_EOS or (text.fixed_length and eos not in ids):
+    legacy = theirs.config.model_type == "clip" and eos == LEGACY_EOS
+    if legacy or (text.fixed_length and eos not in ids):
         eos = text.vocab_size - 1
+    described = as_theirs(theirs.eval(), tolerance=LOADED_TOLERANCE)
     rows = parity.compare_towers(
         model,
-        as_theirs(theirs.eval(), tolerance=LOADED_TOLERANCE),
+        described if image is None else replace(described, image=image),
         image_size=section.image.image_size,
         context_length=text.context_length,
         fixed_length=text.fixed_length,

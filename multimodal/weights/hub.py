@@ -2,40 +2,54 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
-from transformers import AutoConfig, AutoImageProcessor, CLIPModel, SiglipModel
+import transformers
+from transformers import AutoConfig, AutoImageProcessor, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from multimodal import config
 from multimodal.data.text import Tokenizer, build_tokenizer
+from multimodal.models.hf_model import refuse_incomplete
 from multimodal.models.two_tower import TwoTower
 from multimodal.weights.clip import import_clip
+from multimodal.weights.hf import LEGACY_EOS
+from multimodal.weights.hf_processor import read_preprocess
 from multimodal.weights.siglip import import_siglip
+from multimodal.weights.siglip2 import import_siglip2
 from multimodal.weights.tokenizer_files import GENERAL_TOKENIZER
 
-_KINDS = {"clip": (CLIPModel, import_clip), "siglip": (SiglipModel, import_siglip)}
-_INTERPOLATION = {2: "bilinear", 3: "bicubic"}
-"""By Pillow's numbers, which transformers uses."""
+_KINDS: dict[str, tuple[str, Callable[..., tuple[config.Model, TwoTower]]]] = {
+    "clip": ("CLIPModel", import_clip),
+    "metaclip_2": ("MetaClip2Model", import_clip),
+    "siglip": ("SiglipModel", import_siglip),
+    "siglip2": ("Siglip2Model", import_siglip2),
+}
+"""Names of classes, since some are not in every version."""
 
 
 def load_hf(name: str) -> tuple[config.Model, TwoTower, Tokenizer]:
-    """Settings, model and tokenizer of a `CLIPModel` or `SiglipModel`.
+    """Settings, model and tokenizer of a two-tower model of transformers.
+
+    MetaCLIP is a `CLIPModel`, MetaCLIP 2 a `MetaClip2Model`. SigLIP 2 at a fixed size is a
+    `SiglipModel`; NaFlex is a `Siglip2Model` and read at its square grid.
 
     Args:
         name: a local folder, or a hub name (which needs a network or a cache).
 
     Raises:
-        ValueError: when there is no such model, or it is of another kind.
+        ValueError: when there is no such model, or it is of another kind, or its weights, its
+            preprocessing or its tokenizer do not fit.
     """
     try:
-        kind = AutoConfig.from_pretrained(name).model_type
+        kind = AutoConfig.from_pretrained(name, trust_remote_code=False).model_type
         if kind not in _KINDS:
             raise ValueError(f"it is a {kind!r} model")
-        model_class, convert = _KINDS[kind]
-        theirs = model_class.from_pretrained(name, dtype=torch.float32)
-        processor = AutoImageProcessor.from_pretrained(name).to_dict()
+        class_name, convert = _KINDS[kind]
+        theirs = _read(class_name, name)
+        processor = AutoImageProcessor.from_pretrained(name, trust_remote_code=False).to_dict()
+        preprocess = read_preprocess(processor, _image_size(theirs.config.vision_config))
     except (OSError, ValueError) as error:
         raise ValueError(
             f"no model of transformers that can be used at {name!r}: {error}. Give a folder with "
@@ -43,8 +57,42 @@ def load_hf(name: str) -> tuple[config.Model, TwoTower, Tokenizer]:
             f"{' or '.join(_KINDS)} model, or a hub name where there is a network"
         ) from error
     tokenizer = config.HfTokenizer(kind="hf", name=name, clean=_clean(kind, name))
-    section, model = convert(theirs, tokenizer=tokenizer, preprocess=_preprocess(processor))
-    return section, model, _tokenizer(section)
+    section, model = convert(theirs, tokenizer=tokenizer, preprocess=preprocess)
+    built = _tokenizer(section)
+    _check_end(theirs.config, built)
+    return section, model, built
+
+
+def _read(class_name: str, name: str) -> PreTrainedModel:
+    model_class = getattr(transformers, class_name, None)
+    if model_class is None:
+        raise ValueError(f"transformers {transformers.__version__} has no {class_name}")
+    model, found = model_class.from_pretrained(
+        name, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
+    )
+    unexpected = found["unexpected_keys"]
+    refuse_incomplete(class_name, model, found, part=model, unexpected=unexpected)
+    return model
+
+
+def _image_size(settings: PretrainedConfig) -> int:
+    """Side of the pictures; of NaFlex, of the square that its positions are for."""
+    size = getattr(settings, "image_size", None)
+    return size or round(settings.num_patches**0.5) * settings.patch_size
+
+
+def _check_end(theirs: PretrainedConfig, tokenizer: Tokenizer) -> None:
+    """See that transformers pools where ours does: at the token that the tokenizer puts last."""
+    if "siglip" in theirs.model_type:
+        return  # at the last position
+    eos = theirs.text_config.eos_token_id
+    legacy = theirs.model_type == "clip" and eos == LEGACY_EOS
+    expected = tokenizer.vocab_size - 1 if legacy else eos
+    if tokenizer.eos_id != expected:
+        raise ValueError(
+            f"the model pools a text at the id {expected}, but its tokenizer ends texts with "
+            f"{tokenizer.eos_id}; use files that were saved together"
+        )
 
 
 def _clean(kind: str, name: str) -> list[config.Cleaning]:
@@ -53,7 +101,7 @@ def _clean(kind: str, name: str) -> list[config.Cleaning]:
     SigLIP's own class drops punctuation. SigLIP 2 has Gemma's, and was trained on lower case. The
     general class does what its file says.
     """
-    if kind != "siglip":
+    if kind not in ("siglip", "siglip2"):
         return []
     described = get_tokenizer_config(name).get("tokenizer_class") or ""
     if described.startswith("SiglipTokenizer"):
@@ -68,16 +116,4 @@ def _tokenizer(section: config.Model) -> Tokenizer:
         fixed_length=section.text.fixed_length,
         vocab_size=section.text.vocab_size,
         captions=(),
-    )
-
-
-def _preprocess(content: dict[str, Any]) -> config.Preprocess:
-    resample = content["resample"]
-    if resample not in _INTERPOLATION:
-        raise ValueError(f"resample={resample!r} of its image processor; known: {_INTERPOLATION}")
-    return config.Preprocess(
-        mean=list(content["image_mean"]),
-        std=list(content["image_std"]),
-        interpolation=_INTERPOLATION[resample],
-        resize_mode="shortest" if content["size"].get("shortest_edge") else "squash",
     )

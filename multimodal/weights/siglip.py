@@ -6,7 +6,7 @@ or the features change by 80 %.
 
 from __future__ import annotations
 
-from transformers import SiglipConfig, SiglipModel
+from transformers import Siglip2Config, SiglipConfig, SiglipModel
 
 from multimodal import config
 from multimodal.models.build import build_model
@@ -101,13 +101,18 @@ def export_siglip(
 
 
 def siglip_section(
-    theirs: SiglipConfig, *, tokenizer: config.HfTokenizer, preprocess: config.Preprocess
+    theirs: SiglipConfig | Siglip2Config,
+    *,
+    tokenizer: config.HfTokenizer,
+    preprocess: config.Preprocess,
+    image_size: int | None = None,
 ) -> config.Model:
-    """Our settings for a `SiglipConfig`."""
+    """Our settings for a `SiglipConfig`, or for a `Siglip2Config`, which has no `image_size`."""
     image, text = theirs.vision_config, theirs.text_config
+    size = image.image_size if image_size is None else image_size
     return config.Model(
         image=config.VitImage(
-            kind="vit", image_size=image.image_size, patch_size=image.patch_size,
+            kind="vit", image_size=size, patch_size=image.patch_size,
             patch_bias=True, class_token=False, pre_norm=False, pool="map",
             **hf.encoder_settings(image),
         ),

@@ -270,7 +270,7 @@ UNSUPPORTED = {
     "vision_cfg.layers=[3, 4, 6, 3]: the image tower is a ResNet": {
         "image": {"layers": [3, 4, 6, 3]}
     },
-    "vision_cfg.timm_model_name='resnet50'": {"image": {"timm_model_name": "resnet50"}},
+    "vision_cfg.timm_model_name='gone'": {"image": {"timm_model_name": "gone"}},
     "vision_cfg.attentional_pool=True": {"image": {"attentional_pool": True}},
     "vision_cfg.image_size=[21, 28] is not square": {"image": {"image_size": [21, 28]}},
     "vision_cfg.final_ln_after_pool=True": {
