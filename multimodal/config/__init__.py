@@ -39,6 +39,7 @@ from multimodal.config.model import (
     TransformerText,
     VitImage,
 )
+from multimodal.config.optim import Optim, ParameterGroup
 from multimodal.config.run import (
     Best,
     Card,
@@ -48,7 +49,6 @@ from multimodal.config.run import (
     DuplicatesMode,
     Log,
     Loss,
-    Optim,
     SigmoidSection,
     Train,
     Wandb,

@@ -162,7 +162,7 @@ class HfText(Section):
     kind: Literal["hf"]
     """A model of the transformers library (any AutoModel with token inputs)."""
     name: str
-    """Hub name or local folder."""
+    """Hub name, local folder, or `package:NAME/FOLDER` in an installed Python package."""
     context_length: Annotated[int, Field(ge=3)] = 77
     """Longest text in tokens, start and end token included; longer texts are cut."""
     pretrained: bool = True
@@ -202,7 +202,7 @@ class HfTokenizer(Section):
     kind: Literal["hf"]
     """A fast tokenizer of the transformers library."""
     name: str
-    """Hub name or local folder."""
+    """Hub name, local folder, or `package:NAME/FOLDER`, as for `model.text`."""
     clean: list[Cleaning] = []
     """As for `bpe`, before its own rules. SigLIP: all but `unescape`; SigLIP 2: `lower`."""
 

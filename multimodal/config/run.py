@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
 from multimodal.config.base import (
     DurationText,
     EveryText,
     Fraction,
     MinutesText,
-    Probability,
     Section,
 )
 from multimodal.config.data import Data
 from multimodal.config.evaluation import Evaluation
 from multimodal.config.model import Model
+from multimodal.config.optim import Optim
 
 DuplicatesMode = Literal["negative", "ignore", "positive"]
 
@@ -42,25 +42,6 @@ class SigmoidSection(Section):
 
 
 Loss = Annotated[ContrastiveSection | SigmoidSection, Field(discriminator="kind")]
-
-
-class Optim(Section):
-    """AdamW with warm-up and cosine decay."""
-
-    lr: PositiveFloat = 5e-4
-    """Peak learning rate."""
-    betas: Annotated[list[Fraction], Field(min_length=2, max_length=2)] = [0.9, 0.98]
-    """Decay rates of the gradient's first and second moment."""
-    eps: PositiveFloat = 1e-6
-    """Added to the root of the second moment."""
-    weight_decay: NonNegativeFloat = 0.2
-    """Decay of matrices; norms, biases, positions, class token and temperature have none."""
-    warmup: DurationText = "5%"
-    """Linear rise of the learning rate from 0: `5%` of the run, `2000 steps`, ..."""
-    final_lr: Probability = 0.0
-    """Learning rate at the end as a share of the peak."""
-    clip_grad_norm: PositiveFloat | None = 1.0
-    """Largest gradient norm over all parameters; null leaves gradients as they are."""
 
 
 class Train(Section):

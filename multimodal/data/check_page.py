@@ -78,7 +78,7 @@ def print_report(
     console = Console()
     if report is not None:
         facts = Table("fact", "value")
-        plain = [(name, str(x)) for name, x in run.items() if not isinstance(x, Mapping)]
+        plain = [(name, str(x)) for name, x in run.items() if not isinstance(x, Mapping | list)]
         for name, value in [*summary(report), *plain]:
             facts.add_row(name, value)
         head, *rows = spread_rows(report)
@@ -88,6 +88,8 @@ def print_report(
         console.print(facts, spreads)
         if isinstance(memory := run.get("memory"), Mapping):
             console.print(_memory_table(memory))
+        if isinstance(groups := run.get("groups"), list):
+            console.print(*groups, sep="\n", markup=False, highlight=False, soft_wrap=True)
         for line in broken_lines(report)[:_BROKEN_SHOWN]:
             console.print(f"broken: {line}", markup=False, highlight=False, soft_wrap=True)
     lines = [f"problem: {x}" for x in problems] + [f"warning: {x}" for x in warnings]

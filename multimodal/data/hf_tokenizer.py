@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer as Backend
 
+from multimodal.files import resolve_package
+
 _HUB_SECONDS = 20
 
 
@@ -35,7 +37,7 @@ def read_hf_tokenizer(name: str) -> HfParts:
         ValueError: when it cannot be read, is not a fast one, or puts more than one token before
             or after a text.
     """
-    found = _load(name)
+    found = _load(resolve_package(name))
     whole = found("a")["input_ids"]
     plain = found("a", add_special_tokens=False)["input_ids"]
     start = next(

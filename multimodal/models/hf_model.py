@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 
+from multimodal.files import resolve_package
+
 log = logging.getLogger(__name__)
 _SHOWN = 5
 _OPTIONS = {"dtype": torch.float32, "trust_remote_code": False}
@@ -26,7 +28,7 @@ def read_tower(
     """A model of transformers, or its part for pictures or texts.
 
     Args:
-        name: hub name or local folder.
+        name: hub name, local folder, or `package:NAME/FOLDER`.
         side: of a two-tower model this part is taken; of an encoder-decoder the encoder.
         pretrained: take the weights, not only the architecture.
         pooler: keep a head that pools. Without, it is dropped, for its weights would get no
@@ -35,6 +37,7 @@ def read_tower(
     Raises:
         ValueError: when it cannot be read, or its weights are incomplete or of another shape.
     """
+    name = resolve_package(name)
     try:
         if not pretrained:
             settings = AutoConfig.from_pretrained(name, trust_remote_code=False)

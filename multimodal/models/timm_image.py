@@ -7,6 +7,7 @@ from typing import Any
 
 import timm
 from jaxtyping import Float
+from timm.models import group_parameters
 from torch import Tensor, nn
 
 from multimodal import config
@@ -39,6 +40,11 @@ class TimmTower(nn.Module):
         """
         Path(folder).mkdir(parents=True, exist_ok=True)
         Path(folder, "config.json").write_text(json.dumps(self._source, indent=2), encoding="utf-8")
+
+    def parameter_layers(self) -> dict[str, int]:
+        """See `depth.parameter_layers`; the layers are timm's own."""
+        layers = group_parameters(self.model, self.model.group_matcher(coarse=False), reverse=True)
+        return {f"model.{name}": layer for name, layer in layers.items()}
 
     def checkpoint_activations(self, mode: Checkpointing) -> None:
         """timm knows whole blocks only, so `selective` is `full` here.

@@ -86,7 +86,7 @@ class TwoTower(nn.Module):
             raise ValueError("model.logit_bias=auto is for training; give a number or null")
         self.temperature = Temperature(section.logit_scale, section.logit_bias)
         self.embed_dim = section.embed_dim
-        self._frozen: tuple[Part, ...] = ()
+        self._still: tuple[nn.Module, ...] = ()
         self._mean = tuple(section.preprocess.mean)
         self._std = tuple(section.preprocess.std)
 
@@ -94,17 +94,27 @@ class TwoTower(nn.Module):
         """Whether a part has a parameter that is not frozen."""
         return any(p.requires_grad for p in self._parameters_of(part))
 
-    def freeze(self, parts: Iterable[Part]) -> None:
-        """Let parts keep their weights and statistics, without dropout, in training too."""
-        self._frozen = tuple(parts)
-        for part in self._frozen:
-            for parameter in self._parameters_of(part):
+    def parameter_names(self, part: Part) -> list[str]:
+        """Names of a part's parameters."""
+        own = {id(parameter) for parameter in self._parameters_of(part)}
+        return [name for name, parameter in self.named_parameters() if id(parameter) in own]
+
+    def freeze(self, names: Iterable[str]) -> None:
+        """Let parameters keep their values in training too.
+
+        A module that has no other parameters then acts as in evaluation: without dropout, with the
+        statistics that it has.
+        """
+        frozen = set(names)
+        for name, parameter in self.named_parameters():
+            if name in frozen:
                 parameter.requires_grad_(False)
+        self._still = tuple(_frozen_modules(self))
         self.train(self.training)
 
     def train(self, mode: bool = True) -> "TwoTower":
         super().train(mode)
-        for module in chain.from_iterable(map(self.modules_of, self._frozen)):
+        for module in self._still:
             module.eval()
         return self
 
@@ -178,6 +188,16 @@ class TwoTower(nn.Module):
             logit_scale=scale,
             logit_bias=bias,
         )
+
+
+def _frozen_modules(module: nn.Module) -> Iterator[nn.Module]:
+    """The outermost modules that have parameters and none that learns."""
+    learning = [parameter.requires_grad for parameter in module.parameters()]
+    if learning and not any(learning):
+        yield module
+    else:
+        for child in module.children():
+            yield from _frozen_modules(child)
 
 
 def normalise(

@@ -25,6 +25,7 @@ from multimodal.train.checkpoint import Checkpoints
 from multimodal.train.machine import make_accelerator
 from multimodal.train.micro_batch import check_micro_batch_size
 from multimodal.train.optim import build_optimizer
+from multimodal.train.parameters import Treatment, parameter_table, table_lines
 from multimodal.train.plan import (
     device_bytes,
     evaluation_hours,
@@ -57,8 +58,8 @@ _MANY = 0.1
 """Captions for each sample that are worth a word."""
 _LARGEST = 512
 """Pairs of a step that is tried."""
-_BYTES_A_PARAMETER = 12
-"""Of a checkpoint: the weight and AdamW's two moments in float32."""
+_FLOAT = 4
+"""Bytes of a weight; a checkpoint also holds AdamW's two moments of each that learns."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,8 @@ class RunReport:
 
     problems: list[str]
     facts: dict[str, Any]
-    """`steps`, `epochs`, `parameters`, `checkpoint_bytes`; of this process, `data_per_second` and
+    """`steps`, `epochs`, `parameters`, how many of them are `learning`, and in which `groups`;
+    `checkpoint_bytes`; of this process, `data_per_second` and
     `compute_per_second` in samples, which of them is the `limit`, and `data_wait`, the share of its
     time that the device will wait for data; `step_seconds` of the whole batch, `hours` of training
     and `evaluation_hours` of embedding for evaluations, as if all processes were as fast and their
@@ -110,7 +112,9 @@ def check_run(config: Config) -> RunReport:
     attempt(lambda: check_shards(source, config.data))
     schedule = attempt(lambda: plan(train, config.optim, data_size=len(source)))
     pretrained = attempt(lambda: starting_model(config, source, None, accelerator.device))
-    if pretrained is not None and schedule is not None:
+    treated = attempt(lambda: _prepared(pretrained, config)) if pretrained is not None else None
+    if pretrained is not None and treated is not None and schedule is not None:
+        facts["groups"] = table_lines(parameter_table(pretrained.model, treated))
         facts |= _size(config, schedule, pretrained)
         attempt(lambda: _check_space(config, facts["checkpoint_bytes"]))
         if not problems:
@@ -119,6 +123,10 @@ def check_run(config: Config) -> RunReport:
     if schedule is not None:
         warnings = plan_warnings(config, schedule, facts, device_bytes(accelerator.device))
     return RunReport(problems, facts, warnings, source, pretrained)
+
+
+def _prepared(pretrained: Pretrained, config: Config) -> dict[str, Treatment]:
+    return prepare(pretrained.model.train(), config.train, config.optim)
 
 
 def data_problems(config: Config, report: DataReport) -> list[str]:
@@ -166,11 +174,13 @@ def _check_folder(config: Config) -> None:
 
 def _size(config: Config, schedule: Schedule, pretrained: Pretrained) -> dict[str, Any]:
     parameters = sum(p.numel() for p in pretrained.model.parameters())
+    learning = sum(p.numel() for p in pretrained.model.parameters() if p.requires_grad)
     return {
         "steps": schedule.total_steps,
         "epochs": round(schedule.epoch(schedule.total_steps), 2),
         "parameters": parameters,
-        "checkpoint_bytes": parameters * (_BYTES_A_PARAMETER + 4 * (config.train.ema is not None)),
+        "learning": learning,
+        "checkpoint_bytes": _FLOAT * (parameters * (2 if config.train.ema else 1) + 2 * learning),
     }
 
 
@@ -233,7 +243,6 @@ def _dry_run(
     config: Config, accelerator: Accelerator, pretrained: Pretrained, batch: Batch
 ) -> _DryRun:
     """Some steps on a part of a batch."""
-    prepare(pretrained.model.train(), config.train)
     device = accelerator.device
     local, setting = len(batch.keys), config.train.micro_batch_size
     dry = min(local, _LARGEST)

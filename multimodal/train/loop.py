@@ -27,6 +27,7 @@ from multimodal.train.guard import Guard
 from multimodal.train.machine import make_accelerator
 from multimodal.train.micro_batch import check_micro_batch_size, choose_micro_batch_size
 from multimodal.train.optim import build_optimizer
+from multimodal.train.parameters import parameter_table, table_lines
 from multimodal.train.report import Meter, Report, Row, batch_hash
 from multimodal.train.run_folder import (
     changed_settings,
@@ -34,6 +35,7 @@ from multimodal.train.run_folder import (
     locked,
     read_results,
     write_config,
+    write_parameters,
 )
 from multimodal.train.run_weights import RunWeights, evaluation_names
 from multimodal.train.saving import Saver
@@ -242,9 +244,13 @@ def _set_up(
 ) -> _Parts:
     """Make the parts, or read them from the checkpoint, and begin the run folder."""
     pretrained = starting_model(config, source, found, loading_device(accelerator))
+    treated = prepare(pretrained.model, config.train, config.optim)
     on_main(lambda: write_config(Path(config.run), config))
-    prepare(pretrained.model, config.train)
     _announce(accelerator, source, schedule, pretrained, found)
+    rows = parameter_table(pretrained.model, treated)
+    on_main(lambda: write_parameters(Path(config.run), rows))
+    for line in table_lines(rows):
+        log.info("%s", line)
     diagnostics = Diagnostics(schedule, pretrained, accelerator, found)
     weights = RunWeights(pretrained, decay=config.train.ema, found=found)
     model = weights.distribute(accelerator)

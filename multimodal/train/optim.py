@@ -1,82 +1,36 @@
-"""AdamW, and which parameters decay."""
+"""AdamW over groups of parameters that are treated alike."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 
 from multimodal.config import Optim
-
-log = logging.getLogger(__name__)
-
-_NEVER_DECAYED = (
-    "position",
-    "pos_embed",
-    "class_token",
-    "cls_token",
-    "class_embedding",
-    "register",
-    "reg_token",
-    "probe",
-    "latent",
-    "temperature",
-)
-"""Starts of a module's or parameter's own name, ours and those of timm and transformers."""
+from multimodal.train.parameters import treatments
 
 
-def is_decayed(name: str, parameter: nn.Parameter) -> bool:
-    """Whether weight decay applies to a parameter of this dotted name.
-
-    Decay is for matrices that multiply something. Norms, biases and the temperature are recognised
-    by having fewer than two axes; positions, class tokens, registers and probes by name.
-    """
-    return parameter.ndim >= 2 and not any(
-        part.startswith(_NEVER_DECAYED) for part in name.split(".")
-    )
-
-
-def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Split the trained parameters into two optimiser groups with `params` and their `names`."""
-    trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    exempt = _named_by_libraries(model)
-    decayed = [n for n, p in trained if is_decayed(n, p) and n not in exempt]
-    groups = [
-        {"names": decayed, "weight_decay": weight_decay},
-        {"names": [n for n, _ in trained if n not in set(decayed)], "weight_decay": 0.0},
-    ]
-    lookup = dict(trained)
-    for group in groups:
-        group["params"] = [lookup[name] for name in group["names"]]
-    return groups
-
-
-def _named_by_libraries(model: nn.Module) -> set[str]:
-    """What timm's models say of themselves in `no_weight_decay()`."""
-    names = set()
-    for path, module in model.named_modules():
-        tell = getattr(module, "no_weight_decay", None)
-        if callable(tell):
-            names |= {f"{path}.{name}".lstrip(".") for name in cast(Iterable[str], tell())}
-    return names
+def optimizer_groups(model: nn.Module, section: Optim) -> list[dict[str, Any]]:
+    """The parameters that learn: `params`, `names`, `weight_decay`, `factor` for `set_lr`."""
+    found = treatments(model, section)
+    groups: dict[tuple[float, float], dict[str, Any]] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        own = found[name]
+        empty = {"names": [], "params": [], "weight_decay": own.weight_decay, "factor": own.lr}
+        group = groups.setdefault((own.lr, own.weight_decay), empty)
+        group["names"].append(name)
+        group["params"].append(parameter)
+    return [groups[key] for key in sorted(groups, reverse=True)]
 
 
 def build_optimizer(model: nn.Module, section: Optim) -> torch.optim.AdamW:
-    """AdamW over the model's decay groups. The learning rate is set before each step."""
-    groups = decay_groups(model, section.weight_decay)
-    for group in groups:
-        log.info(
-            "weight decay %g: %d parameters in %d tensors",
-            group["weight_decay"],
-            sum(p.numel() for p in group["params"]),
-            len(group["params"]),
-        )
-        log.debug("weight decay %g: %s", group["weight_decay"], ", ".join(group["names"]))
+    """AdamW over `optimizer_groups` of a model whose frozen parameters are frozen already."""
+    groups = optimizer_groups(model, section)
     device = groups[-1]["params"][0].device.type
-    return torch.optim.AdamW(
+    optimizer = torch.optim.AdamW(
         groups,
         lr=section.lr,
         betas=(section.betas[0], section.betas[1]),
@@ -84,6 +38,14 @@ def build_optimizer(model: nn.Module, section: Optim) -> torch.optim.AdamW:
         # One kernel for all tensors: 4 times as fast as the default on CPU.
         fused=device in ("cpu", "cuda"),
     )
+    set_lr(optimizer, section.lr)
+    return optimizer
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Set the learning rate of the next step, of each group times its factor."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group["factor"]
 
 
 def named_parameters(optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:

@@ -1,6 +1,7 @@
 """The folder of a run: one process at a time, one configuration, and an end.
 
 config.yaml      the resolved configuration
+parameters.json  which parameters learn, at what rate and weight decay
 metrics.jsonl    one row for each logged step and each evaluation
 skipped.jsonl    one row for each unreadable sample; skipped_summary.json counts them at the end
 nonfinite.jsonl  one row for each step left out, since its loss or gradient was not finite
@@ -43,6 +44,8 @@ MAY_CHANGE = (
     "data.max_skipped",
 )
 """Settings that a resumed run may have changed; all others would make it another run."""
+_MAY_NOT = ("optim.groups",)
+"""But these: what is frozen has no state that an optimiser could go on with."""
 
 
 @contextmanager
@@ -92,7 +95,7 @@ def changed_settings(run: Path, config: Config) -> list[str]:
             f"run={str(run)!r} was started with other settings:\n  "
             + "\n  ".join(refused)
             + f"\nUndo the change, or start a new run with run=...; a resumed run may change "
-            f"{', '.join(MAY_CHANGE[1:])}"
+            f"{', '.join(MAY_CHANGE[1:])}, but not {', '.join(_MAY_NOT)}"
         )
     return [lines[name] for name in names if name != "run"]
 
@@ -106,7 +109,10 @@ def _completed(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _may_change(name: str) -> bool:
-    return any(name == part or name.startswith(f"{part}.") for part in MAY_CHANGE)
+    def is_below(parts: tuple[str, ...]) -> bool:
+        return any(name == part or name.startswith(f"{part}.") for part in parts)
+
+    return is_below(MAY_CHANGE) and not is_below(_MAY_NOT)
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -124,6 +130,13 @@ def write_config(run: Path, config: Config) -> None:
     path, text = run / "config.yaml", dump_yaml(config)
     if not path.exists() or path.read_text(encoding="utf-8") != text:
         write_atomically(path, lambda file: file.write_text(text, encoding="utf-8"))
+
+
+def write_parameters(run: Path, rows: list[dict[str, Any]]) -> None:
+    """Write how the parameters are treated."""
+    text = json.dumps(rows, indent=1) + "\n"
+    path = run / "parameters.json"
+    write_atomically(path, lambda file: file.write_text(text, encoding="utf-8"))
 
 
 def is_finished(run: Path, checkpoint: Path, evaluations: list[str]) -> bool:

@@ -32,6 +32,7 @@ from multimodal.models.build import build_model
 from multimodal.models.two_tower import TwoTower
 from multimodal.train.best import check_best
 from multimodal.train.checkpoint import Checkpoint
+from multimodal.train.parameters import Treatment, treatments
 from multimodal.train.watchdog import timeout_seconds
 from multimodal.weights.load import load
 from multimodal.weights.pretrained import Pretrained
@@ -143,13 +144,19 @@ def starting_model(
     )
 
 
-def prepare(model: TwoTower, train: config.Train) -> None:
-    """What the settings of training change about a model."""
+def prepare(model: TwoTower, train: config.Train, optim: config.Optim) -> dict[str, Treatment]:
+    """What the settings of training change about a model; how they treat its parameters.
+
+    Raises:
+        ValueError: when `optim.groups` do not fit the model's parameters.
+    """
+    treated = treatments(model, optim, train.freeze)
     model.checkpoint_activations(train.checkpoint_activations)
-    model.freeze(train.freeze)
+    model.freeze(name for name, how in treated.items() if how.frozen)
     if train.compile:
         # Else compiled dropout would draw other numbers than plain dropout.
         model.compile(options={"fallback_random": True})
+    return treated
 
 
 def training_batches(

@@ -15,6 +15,7 @@ from multimodal.distributed import all_reduce_sum, gather_objects, gradient_norm
 from multimodal.losses.pairs import PairLoss
 from multimodal.models.two_tower import Features, TwoTower
 from multimodal.train.gradient import LocalLoss, add_gradient, copied_buffers, restore_buffers
+from multimodal.train.optim import set_lr
 from multimodal.weights.pretrained import Pretrained
 
 Look = Callable[[TwoTower, Features], dict[str, float]]
@@ -68,6 +69,7 @@ def train_step(
         model: a TwoTower as Accelerate prepared it.
         batch: this rank's rows; a micro-batch of them goes to the device at a time.
         step: finished steps before this one.
+        lr: of the schedule; the optimiser's groups have factors on it.
         clip_grad_norm: largest norm of the gradient; None leaves it.
         micro_batch_size: rows that the device holds activations of; None is all. It changes what
             dropout draws and the order of sums, and nothing else.
@@ -91,8 +93,7 @@ def train_step(
     if result.finite:
         if clip_grad_norm is not None:
             nn.utils.clip_grads_with_norm_(model.parameters(), clip_grad_norm, norm)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
+        set_lr(optimizer, lr)
         optimizer.step()
         accelerator.unwrap_model(model).temperature.clamp_()
     else:

@@ -91,7 +91,7 @@ def test_checkpointing_stores_less():
 def frozen_gradient(side, size):
     """Of this rank's rows with one side frozen; also how often each side was embedded."""
     accelerator, model = Accelerator(cpu=True), tiny_model(*DROPOUT)
-    model.freeze([side])
+    model.freeze(model.parameter_names(side))
     calls = {"image": 0, "text": 0}
     for name in calls:
         tower = getattr(model, name)
@@ -124,7 +124,7 @@ def test_a_frozen_part_keeps_its_statistics_too():
     model = tiny_model(*DROPOUT)
     projection = model.image_projection
     model.image_projection = nn.Sequential(nn.BatchNorm1d(projection.in_features), projection)
-    model.freeze(["image"])
+    model.freeze(model.parameter_names("image"))
     before = {name: x.clone() for name, x in model.state_dict().items()}
     gradient(model.train(), 3)
     assert all(x.equal(before[name]) for name, x in model.state_dict().items())
@@ -159,7 +159,7 @@ def test_a_further_loss_of_each_pair_alone_is_added_exactly(frozen):
     batch = replace(whole_batch(), lengths=torch.randint(2, 9, (PAIRS,)))
     expected, model = tiny_model(), tiny_model()
     for one in (expected, model):
-        one.freeze(frozen)
+        one.freeze(name for part in frozen for name in one.parameter_names(part))
     features = expected(batch.images, batch.tokens, batch.lengths)
     whole = ContrastiveLoss()(*features) + distance(features, batch)
     whole.backward()

@@ -37,7 +37,8 @@ def steps(name, sharded):
     accelerator = make_accelerator()
     model = tiny_model("model.logit_bias=-2.0", *case.get("overrides", ()))
     model.checkpoint_activations(case.get("checkpoint_activations", "none"))
-    model.freeze(case.get("freeze", ()))
+    for part in case.get("freeze", ()):
+        model.freeze(model.parameter_names(part))
     pretrained = Pretrained(model, *parts_besides_the_model())
     weights = RunWeights(pretrained, decay=0.6, found=None)
     prepared, results = weights.distribute(accelerator), []
