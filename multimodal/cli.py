@@ -33,10 +33,12 @@ from multimodal.cli_options import (
     Separator,
     Workers,
     look_for_model,
+    describe_model,
     progress,
     verbatim,
 )
 from multimodal.config import Config, EvaluateConfig
+from multimodal.config_init import load_run
 from multimodal.config_io import dump_yaml, expand_home, help_text, is_override, load_config
 from multimodal.errors import RunStopped
 from multimodal.launcher import launcher
@@ -73,7 +75,7 @@ def train(
     """
     launcher()  # asked at once, since imports take seconds
     with _told_once_a_machine():
-        resolved = load_config(config, Config)
+        resolved = load_run(config, describe_model)
         if show:
             typer.echo(dump_yaml(resolved), nl=False)
             return

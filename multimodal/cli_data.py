@@ -19,11 +19,12 @@ from multimodal.cli_options import (
     CaptionColumn,
     ImageColumn,
     Separator,
+    describe_model,
     progress,
     verbatim,
 )
-from multimodal.config import Config
-from multimodal.config_io import is_override, is_yaml, load_config, read_yaml
+from multimodal.config_init import load_run
+from multimodal.config_io import is_override, is_yaml, read_yaml
 
 app = typer.Typer()
 
@@ -136,7 +137,7 @@ def check(
                 separator=separator,
             )
         else:
-            config = load_config(subject, Config)
+            config = load_run(subject, describe_model)
             from multimodal.data.first_look import first_look
 
             for problem in first_look(config):

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from multimodal.config import Model
 from multimodal.config.foreign import FORMS, split_name
 
 OF_USERS = (
@@ -49,6 +50,13 @@ def look_for_model(model: str) -> None:
             f"no model at {model!r}: there is no such folder; give a run folder, a model folder, "
             f"or {FORMS}"
         )
+
+
+def describe_model(path_or_name: str) -> Model:
+    """The settings of a model."""
+    from multimodal.weights.describe import describe
+
+    return describe(path_or_name)
 
 
 @contextmanager

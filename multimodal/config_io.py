@@ -153,6 +153,18 @@ def load_config(arguments: Sequence[str], schema: type[Schema], *, only: bool = 
     Raises:
         ConfigError: lists every mistake, one a line.
     """
+    tree = read_arguments(arguments)
+    if only:
+        tree = {k: v for k, v in tree.items() if k in schema.model_fields or k not in _WHOLE}
+    return check(tree, schema)
+
+
+def read_arguments(arguments: Sequence[str]) -> Tree:
+    """Merge files and overrides.
+
+    Raises:
+        ConfigError: when a file is missing or is none.
+    """
     tree: Tree = {}
     for path in (a for a in arguments if not is_override(a)):
         tree = merge(tree, read_yaml(path))
@@ -161,10 +173,7 @@ def load_config(arguments: Sequence[str], schema: type[Schema], *, only: bool = 
     # A kind replaces its whole section, so it comes before what is said of that section.
     for text in sorted(overrides, key=lambda text: not text.partition("=")[0].endswith(".kind")):
         over = merge(over, parse_override(text))
-    tree = merge(tree, over)
-    if only:
-        tree = {k: v for k, v in tree.items() if k in schema.model_fields or k not in _WHOLE}
-    return check(tree, schema)
+    return merge(tree, over)
 
 
 def check(tree: Tree, schema: type[Schema]) -> Schema:

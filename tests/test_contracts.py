@@ -13,7 +13,7 @@ from multimodal.config_io import check, fields, load_config, read_yaml
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "multimodal"
 
-CONFIG = {"config", "config_io"}
+CONFIG = {"config", "config_io", "config_init"}
 LOW = {"distributed", "errors", "files", "launcher"} | CONFIG
 MODELS = {"models", "layers"} | LOW
 DATA = {"data"} | LOW
@@ -21,6 +21,7 @@ WEIGHTS = {"weights"} | MODELS | DATA
 ALLOWED = {
     "config": {"config"},
     "config_io": CONFIG,
+    "config_init": CONFIG,
     "distributed": {"errors"},
     "errors": set(),
     "files": set(),
@@ -33,7 +34,7 @@ ALLOWED = {
     "evaluate": {"evaluate"} | WEIGHTS,
     "embed": {"embed"} | WEIGHTS,
     "train": {"train", "evaluate", "losses"} | WEIGHTS,
-    "cli_options": {"config"},
+    "cli_options": WEIGHTS,
     "cli_data": {"cli_options", "train"} | DATA,
     "cli_convert": {"cli_options"} | WEIGHTS,
     "cli": {"cli_options", "cli_data", "cli_convert", "train", "evaluate", "embed"} | WEIGHTS,

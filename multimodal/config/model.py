@@ -225,6 +225,10 @@ TokenizerSection = Annotated[
 ]
 
 
+PartName = Literal["image", "text", "temperature"]
+"""A tower with its projection, or the scale and offset of the logits."""
+
+
 class Model(Section):
     """Two towers, their projections, the temperature, and what turns files into their inputs."""
 
@@ -246,3 +250,26 @@ class Model(Section):
     """Picture to input."""
     tokenizer: TokenizerSection
     """Text to input."""
+
+
+class RunModel(Model):
+    """The model of a run: new, or begun with the weights of another."""
+
+    init: str | None = None
+    """Model to start from, as for `multimodal classify`: its settings are the base of these."""
+    init_parts: Annotated[list[PartName], Field(min_length=1)] = ["image", "text", "temperature"]
+    """Parts that take its weights: a tower with its projection, the temperature. Others are new."""
+
+    @model_validator(mode="after")
+    def _parts_have_a_source(self):
+        if self.init is None and set(self.init_parts) != {"image", "text", "temperature"}:
+            raise ValueError(f"init_parts={self.init_parts} are parts of what? Set model.init too")
+        return self
+
+    def takes(self, part: PartName) -> bool:
+        """Whether a part takes the weights of `init`."""
+        return self.init is not None and part in self.init_parts
+
+    def plain(self) -> Model:
+        """What the model is, wherever its weights began."""
+        return Model.model_validate(self.model_dump(exclude={"init", "init_parts"}))

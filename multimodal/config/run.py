@@ -15,7 +15,7 @@ from multimodal.config.base import (
 )
 from multimodal.config.data import Data
 from multimodal.config.evaluation import Evaluation
-from multimodal.config.model import Model
+from multimodal.config.model import PartName, RunModel
 from multimodal.config.optim import Optim
 
 DuplicatesMode = Literal["negative", "ignore", "positive"]
@@ -55,7 +55,7 @@ class Train(Section):
     """Save memory by computing again: the MLPs' hidden layers (`selective`) or whole blocks."""
     compile: bool = False
     """Compile the model (torch.compile): a slow first step, then faster ones, above all on GPUs."""
-    freeze: list[Literal["image", "text", "temperature"]] = []
+    freeze: list[PartName] = []
     """Parts that keep their weights: a tower with its projection, or the logits' temperature."""
     duration: DurationText = "32 epochs"
     """Length of the run: `32 epochs`, `1000 steps` or `2e6 samples`."""
@@ -135,7 +135,7 @@ class Config(Section):
     """Run folder. Running the same command again resumes the run in it."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of weights, order, augmentation and dropout."""
-    model: Model
+    model: RunModel
     """What is trained."""
     loss: Loss = ContrastiveSection(kind="contrastive")
     """Training objective."""
@@ -160,11 +160,12 @@ class Config(Section):
             tower = getattr(self.model, side)
             trained = getattr(tower, "pretrained", False)
             projected = getattr(self.model, f"{side}_projection") != "none"
-            if side in self.train.freeze and (projected or not trained):
+            known = self.model.takes(side) or (trained and not projected)
+            if side in self.train.freeze and not known:
                 raise ValueError(
                     f"train.freeze={self.train.freeze} would keep random weights: a frozen {side} "
                     f"side needs model.{side}.pretrained=true (kind timm or hf) and "
-                    f"model.{side}_projection=none"
+                    f"model.{side}_projection=none, or weights of model.init"
                 )
         return self
 

@@ -178,6 +178,10 @@ class Tokenizer:
         """The content of `tokenizer.json`; the rest is in `settings()`."""
         return self._backend.to_str(pretty=True)
 
+    def shortened(self, context_length: int) -> Tokenizer:
+        """The same for texts of at most `context_length` tokens."""
+        return Tokenizer(self._backend, **{**self.settings(), "context_length": context_length})
+
     def save(self, folder: str | Path) -> None:
         """Write `tokenizer.json` into a folder."""
         Path(folder, FILE).write_text(self.as_json(), encoding="utf-8")

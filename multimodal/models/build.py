@@ -30,19 +30,34 @@ from multimodal.models.text import TextTower
 from multimodal.models.two_tower import TwoTower
 
 
-def build_model(section: config.Model) -> TwoTower:
+def build_model(
+    section: config.Model, *, image: nn.Module | None = None, text: nn.Module | None = None
+) -> TwoTower:
     """Build a model. Weights are drawn from torch's global generator, so seed it first.
 
     A tower whose section says `pretrained` starts from its library's weights.
 
+    Args:
+        image: a tower to take in place of a new one.
+        text: likewise.
+
     Raises:
         ValueError: when the parts do not fit, or a tower's library does not have it.
     """
-    model = TwoTower(_image_tower(section.image), _text_tower(section.text), section)
+    model = TwoTower(
+        image or _image_tower(section.image), text or _text_tower(section.text), section
+    )
     for projection in (model.image_projection, model.text_projection):
         if isinstance(projection, nn.Linear):
             _init_linear(projection, projection.in_features**-0.5)
     return model
+
+
+def build_tower(section: config.ImageTower | config.TextTower) -> nn.Module:
+    """Build one tower, as `build_model` does."""
+    if isinstance(section, config.TransformerText | config.HfText):
+        return _text_tower(section)
+    return _image_tower(section)
 
 
 def _image_tower(section: config.ImageTower) -> nn.Module:

@@ -45,7 +45,7 @@ from multimodal.train.signals import Signals
 from multimodal.train.snapshot import load_optimizer
 from multimodal.train.start import (
     check_fingerprint,
-    check_tokenizer,
+    check_start,
     open_data,
     prepare,
     starting_model,
@@ -91,7 +91,7 @@ def _train(config: Config, accelerator: Accelerator, watch: Watchdog) -> None:
     check_sharded(config.train)
     step_positions(0, batch_size=config.train.batch_size, rank=rank(), world_size=world_size())
     source = open_data(config)
-    check_tokenizer(config)
+    check_start(config)
     schedule = plan(config.train, config.optim, data_size=len(source))
     with locked(run) as lock:
         changes = on_main(lambda: changed_settings(run, config))

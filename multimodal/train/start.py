@@ -34,6 +34,8 @@ from multimodal.train.best import check_best
 from multimodal.train.checkpoint import Checkpoint
 from multimodal.train.parameters import Treatment, treatments
 from multimodal.train.watchdog import timeout_seconds
+from multimodal.weights.describe import describe
+from multimodal.weights.init import check_init, start_from, tokenizer_of
 from multimodal.weights.load import load
 from multimodal.weights.pretrained import Pretrained
 
@@ -123,18 +125,26 @@ def check_fingerprint(source: TrainingSource, found: Checkpoint | None) -> str:
 def starting_model(
     config: Config, source: TrainingSource, found: Checkpoint | None, device: torch.device
 ) -> Pretrained:
-    """The model on its device with its tokenizer: the checkpoint's, or new and seeded."""
+    """The model on its device with its tokenizer: the checkpoint's, or new and seeded.
+
+    A new one takes from `model.init` what the settings say.
+    """
     if found is not None:
         pretrained = load(found.model, device=device)
         _refuse_batch_norm(pretrained.model)
         return pretrained
-    tokenizer = _new_tokenizer(config, source)
-    section = config.model
+    section, init = config.model.plain(), config.model.init
     if section.logit_bias == "auto":
         bias = initial_bias(config.train.batch_size)
         section = section.model_copy(update={"logit_bias": bias})
+    theirs = None if init is None else main_first(lambda: load(init))
+    if theirs is not None and config.model.takes("text"):
+        tokenizer = tokenizer_of(theirs, section)
+    else:
+        tokenizer = _new_tokenizer(config, source)
     torch.manual_seed(config.seed)
-    model = build_model(section)
+    new = theirs is None
+    model = build_model(section) if new else start_from(theirs, config.model, section)
     _refuse_batch_norm(model)
     return Pretrained(
         model=model.to(device),
@@ -195,15 +205,22 @@ def _refuse_batch_norm(model: nn.Module) -> None:
         )
 
 
-def check_tokenizer(config: Config) -> None:
-    """See that a new run's tokenizer can be had and fits the model, before anything is written.
+def check_start(config: Config) -> None:
+    """See that a new run's parts can be had and fit each other, before anything is written.
 
-    A run that has checkpoints resumes with the tokenizer in them.
+    A run that has checkpoints resumes with the model and the tokenizer in them.
 
     Raises:
-        ValueError: on all ranks, when it cannot.
+        ValueError: on all ranks, when a tokenizer cannot be had, or `model.init` does not fit.
     """
-    on_main(lambda: _has_checkpoints(config.run) or _build_tokenizer(config, captions=()))
+    on_main(lambda: _has_checkpoints(config.run) or _check_start(config))
+
+
+def _check_start(config: Config) -> None:
+    if config.model.init is not None:
+        check_init(config.model, describe(config.model.init))
+    if not config.model.takes("text"):
+        _build_tokenizer(config, captions=())
 
 
 def _has_checkpoints(run: str) -> bool:

@@ -89,7 +89,7 @@ def _load_folder(folder: Path) -> tuple[config.Model, TwoTower, Tokenizer]:
                 f"{folder} has no {name}, so the model in it is incomplete; copy all of "
                 f"{', '.join(_FILES)}, or save it again"
             )
-    section, settings = _read_config(folder / CONFIG_FILE)
+    section, settings = read_config(folder / CONFIG_FILE)
     try:
         tokenizer = Tokenizer.load(folder, settings)
     except (TypeError, ValueError) as error:
@@ -140,7 +140,12 @@ def _model_damage(checkpoint: Path) -> str | None:
 # --- what it is ----------------------------------------------------------------------------------
 
 
-def _read_config(path: Path) -> tuple[config.Model, dict[str, Any]]:
+def read_config(path: Path) -> tuple[config.Model, dict[str, Any]]:
+    """The settings of the model and of the tokenizer in a model folder's config.json.
+
+    Raises:
+        ValueError: when it is not such a file, or of another version.
+    """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
