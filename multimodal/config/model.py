@@ -257,11 +257,13 @@ class RunModel(Model):
 
     init: str | None = None
     """Model to start from, as for `multimodal classify`: its settings are the base of these."""
-    init_parts: Annotated[list[PartName], Field(min_length=1)] = ["image", "text", "temperature"]
+    init_parts: list[PartName] = ["image", "text", "temperature"]
     """Parts that take its weights: a tower with its projection, the temperature. Others are new."""
 
     @model_validator(mode="after")
     def _parts_have_a_source(self):
+        if not self.init_parts:
+            raise ValueError("init_parts=[] takes nothing of init; name a part, or leave init out")
         if self.init is None and set(self.init_parts) != {"image", "text", "temperature"}:
             raise ValueError(f"init_parts={self.init_parts} are parts of what? Set model.init too")
         return self

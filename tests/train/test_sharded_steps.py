@@ -7,14 +7,22 @@ from test_step import assert_alike, own_part, tiny_model, whole_batch
 from tiny import tiny_pretrained
 from tools import FSDP2, on_ranks
 
-from multimodal.config import Optim
+from multimodal.config import Optim, ParameterGroup
 from multimodal.losses import ContrastiveLoss
 from multimodal.train.machine import make_accelerator
 from multimodal.train.optim import build_optimizer
+from multimodal.train.parameters import treatments
 from multimodal.train.run_weights import RunWeights
 from multimodal.train.step import train_step
 from multimodal.weights.pretrained import Pretrained
 
+GROUPS = Optim(
+    layer_decay=0.5,
+    groups=[
+        ParameterGroup(match=r"image.*blocks\.0|token_embedding", freeze=True),
+        ParameterGroup(match="norm", lr=3.0),
+    ],
+)
 STEPS = {
     "plain": {},
     "micro-batches": {"micro_batch_size": 3},
@@ -22,6 +30,7 @@ STEPS = {
     "selective checkpointing": {"checkpoint_activations": "selective"},
     "frozen temperature": {"freeze": ["temperature"]},
     "frozen image": {"freeze": ["image"], "micro_batch_size": 3},
+    "groups": {"optim": GROUPS, "micro_batch_size": 3},
     "random": {"overrides": ("model.image.dropout=0.1", "model.text.drop_path=0.3")},
     "bf16": {"precision": "bf16"},
     "kept after forward": {"reshard": "false", "micro_batch_size": 3},
@@ -37,12 +46,13 @@ def steps(name, sharded):
     accelerator = make_accelerator()
     model = tiny_model("model.logit_bias=-2.0", *case.get("overrides", ()))
     model.checkpoint_activations(case.get("checkpoint_activations", "none"))
-    for part in case.get("freeze", ()):
-        model.freeze(model.parameter_names(part))
+    optim = case.get("optim", Optim())
+    found = treatments(model, optim, case.get("freeze", ()))
+    model.freeze(name for name, how in found.items() if how.frozen)
     pretrained = Pretrained(model, *parts_besides_the_model())
     weights = RunWeights(pretrained, decay=0.6, found=None)
     prepared, results = weights.distribute(accelerator), []
-    optimizer = build_optimizer(model, Optim())
+    optimizer = build_optimizer(model, optim)
     for step in range(4):
         result = train_step(
             prepared,
