@@ -32,8 +32,8 @@ from multimodal.cli_options import (
     ModelArgument,
     Separator,
     Workers,
-    look_for_model,
     describe_model,
+    look_for_model,
     progress,
     verbatim,
 )
