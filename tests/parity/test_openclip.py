@@ -18,6 +18,7 @@ from multimodal.weights import mapping, openclip, openclip_folder
 from multimodal.weights.convert import convert
 from multimodal.weights.load import load
 from multimodal.weights.mapping import to_ours
+from multimodal.weights.openclip_config import openclip_config
 from multimodal.weights.openclip_names import infer_config
 from multimodal.weights.openclip_settings import openclip_section
 
@@ -289,6 +290,16 @@ def test_export_lists_all_settings_that_open_clip_does_not_have(tmp_path):
     ):
         assert part in str(error.value)
     assert not list(tmp_path.iterdir())
+
+
+def test_the_hidden_size_survives_that_open_clip_cuts_where_we_round():
+    """hidden / width * width is a little below hidden for 30, 49 and 60."""
+    tokenizer = tiny_pretrained().tokenizer
+    for hidden in range(20, 90):
+        section = tiny_section()
+        image = section.image.model_copy(update={"mlp_ratio": hidden / 22})
+        cfg = openclip_config(section.model_copy(update={"image": image}), tokenizer)["vision_cfg"]
+        assert int(cfg["width"] * cfg.get("mlp_ratio", 4.0)) == hidden
 
 
 def test_activations_that_open_clip_has_but_not_together_are_refused(tmp_path):

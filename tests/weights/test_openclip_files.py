@@ -92,6 +92,7 @@ def test_half_precision_becomes_float32(suffix, dtype, state, tmp_path):
     save_file(half, path) if suffix == "safetensors" else torch.save(half, path)
     found = read_state(path)
     assert found.keys() == state.keys()
+    assert {tensor.dtype for tensor in found.values()} == {torch.float32}
     assert all(found[name].equal(half[name].float()) for name in found)
 
 
