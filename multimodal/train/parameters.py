@@ -63,16 +63,17 @@ def treatments(model: nn.Module, optim: Optim, freeze: Sequence[Part] = ()) -> d
     exempt = _named_by_libraries(model)
     found = {
         name: Treatment(
-            "default",
+            "default" if parameter.requires_grad else "unused by the tower",
             1.0,
             optim.weight_decay if is_decayed(name, parameter) and name not in exempt else 0.0,
-            frozen=False,
+            frozen=not parameter.requires_grad,
         )
         for name, parameter in model.named_parameters()
     }
     if optim.layer_decay != 1.0:
         for name, (layer, factor) in _by_depth(cast(TwoTower, model), optim.layer_decay).items():
-            found[name] = found[name]._replace(group=layer, lr=factor)
+            if not found[name].frozen:
+                found[name] = found[name]._replace(group=layer, lr=factor)
     claimed: set[str] = set()
     for part in freeze:
         for name in cast(TwoTower, model).parameter_names(part):
@@ -125,6 +126,8 @@ def _apply_groups(found: dict[str, Treatment], optim: Optim, claimed: set[str]) 
             raise ValueError(_why_nothing(number, group.match, matching, found))
         for name in left:
             own = found[name]
+            if own.frozen:
+                continue
             if group.freeze:
                 found[name] = Treatment(label, 0.0, 0.0, frozen=True)
                 continue

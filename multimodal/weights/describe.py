@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from multimodal import config
+from multimodal.config.foreign import split_name
 from multimodal.weights.load import find_model, load, read_config
 from multimodal.weights.save import CONFIG_FILE
 
@@ -15,6 +14,6 @@ def describe(path_or_name: str) -> config.Model:
     Raises:
         ValueError: when there is no model.
     """
-    if Path(path_or_name).exists():
+    if split_name(path_or_name).library is None:
         return read_config(find_model(path_or_name) / CONFIG_FILE)[0]
     return load(path_or_name).config
