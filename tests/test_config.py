@@ -203,6 +203,12 @@ def test_an_empty_mapping_empties(base):
     assert merge({"evaluate": {"a": 1}}, {"evaluate": {}}) == {"evaluate": {}}
 
 
+def test_an_evaluation_cannot_have_the_name_of_one_of_averaged_weights():
+    evaluation = {"kind": "retrieval", "data": {"kind": "folder", "path": "x"}}
+    with pytest.raises(ConfigError, match=r"evaluate\.val@ema: names that end in @ema are those"):
+        check(merge(TREE, {"evaluate": {"val": evaluation, "val@ema": evaluation}}), Config)
+
+
 def test_the_resolved_config_rebuilds_itself(base):
     config = load_config([base, "optim.lr=1e-5", "evaluate.a.kind=retrieval",
                           "evaluate.a.data={kind: folder, path: 'no'}"], Config)  # fmt: skip

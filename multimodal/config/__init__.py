@@ -21,7 +21,13 @@ from multimodal.config.data import (
     TableSource,
     TrainSource,
 )
-from multimodal.config.evaluation import EvaluateConfig, Evaluation, Retrieval, ZeroShot
+from multimodal.config.evaluation import (
+    EMA_SUFFIX,
+    EvaluateConfig,
+    Evaluation,
+    Retrieval,
+    ZeroShot,
+)
 from multimodal.config.model import (
     BpeTokenizer,
     Cleaning,

@@ -9,6 +9,9 @@ from pydantic import Field, model_validator
 from multimodal.config.base import EveryText, Section
 from multimodal.config.data import Source
 
+EMA_SUFFIX = "@ema"
+"""Of the name of an evaluation of the averaged weights (`train.ema`)."""
+
 
 class Retrieval(Section):
     """Image-text retrieval: recall at 1, 5 and 10 in both directions."""

@@ -14,7 +14,7 @@ from multimodal.config.base import (
     Section,
 )
 from multimodal.config.data import Data
-from multimodal.config.evaluation import Evaluation
+from multimodal.config.evaluation import EMA_SUFFIX, Evaluation
 from multimodal.config.model import PartName, RunModel
 from multimodal.config.optim import Optim
 
@@ -167,6 +167,16 @@ class Config(Section):
                     f"side needs model.{side}.pretrained=true (kind timm or hf) and "
                     f"model.{side}_projection=none, or weights of model.init"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _averages_have_their_names(self):
+        taken = [name for name in self.evaluate if name.endswith(EMA_SUFFIX)]
+        if taken:
+            raise ValueError(
+                f"evaluate.{taken[0]}: names that end in {EMA_SUFFIX} are those of evaluations of "
+                "the averaged weights (train.ema); choose another one"
+            )
         return self
 
     @model_validator(mode="after")

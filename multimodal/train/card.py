@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from multimodal import config
-from multimodal.config import Config
+from multimodal.config import EMA_SUFFIX, Config
 from multimodal.data.mixture import MixtureSource
 from multimodal.data.source import BadSample
 from multimodal.data.stream import StreamSource, TrainingSource
@@ -179,7 +179,7 @@ def _training(whole: Config, state: Mapping[str, Any]) -> dict[str, Any]:
 def _evaluation(whole: Config, results: Mapping[str, Metrics]) -> list[str]:
     rows, recipes = [], []
     for name, metrics in results.items():
-        section = whole.evaluate[name.partition("@")[0]]
+        section = whole.evaluate[name.removesuffix(EMA_SUFFIX)]
         counts = {k: v for k, v in metrics.items() if isinstance(v, int)}
         figures = [k for k in metrics if k not in counts and not k.endswith("chance")]
         rows += [(name, k, _four(metrics[k]), _four(chance_of(k, metrics))) for k in figures]

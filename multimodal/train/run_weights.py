@@ -8,14 +8,11 @@ from dataclasses import replace
 from accelerate import Accelerator
 from torch import nn
 
-from multimodal.config import Config
+from multimodal.config import EMA_SUFFIX, Config
 from multimodal.train.checkpoint import Checkpoint
 from multimodal.train.ema import make_ema
 from multimodal.train.sharding import Skeleton, is_sharded, prepare_model, shard_model
 from multimodal.weights.pretrained import Pretrained
-
-EMA_SUFFIX = "@ema"
-"""Of the name of an evaluation of the averaged weights."""
 
 
 def evaluation_names(config: Config) -> list[str]:

@@ -117,6 +117,16 @@ def test_protected_ones_are_kept_however_old(saved, parts):
     assert names(saved) == ["step-00000016"]
 
 
+def test_a_damaged_one_is_not_protected(saved, parts):
+    """It would hold the place of a best one that can be loaded."""
+    path = saved / "checkpoints/step-00000004/optimizer.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    Checkpoints(saved, keep=1).save(snapshot(parts, 16), protected=[4, 8])
+    assert names(saved) == ["step-00000008", "step-00000016"]
+
+
 def test_an_old_one_that_cannot_be_removed_costs_nothing_else(saved, parts, monkeypatch, caplog):
     def refuse(path, **kwargs):
         if path.exists():
