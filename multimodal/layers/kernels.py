@@ -93,7 +93,7 @@ def sdpa(
         TypeError: when `mask` is not a `Mask`.
         ValueError: when the mask does not fit the shapes.
     """
-    flag = isinstance(mask, Mask) and mask.causal_only and q.shape[-2] == k.shape[-2]
+    flag = isinstance(mask, Mask) and mask.causal_only and bool(q.shape[-2] == k.shape[-2])
     return F.scaled_dot_product_attention(
         q,
         k,

@@ -67,7 +67,7 @@ class LatentPool(nn.Module):
         """
         if self.context_norm is not None:
             x = self.context_norm(x)
-        y = self.attention(self.probe.expand(len(x), -1, -1), x, mask=mask)
+        y = self.attention(self.probe.expand(x.shape[0], -1, -1), x, mask=mask)
         if self.mlp is None or self.layernorm is None:
             return y
         return y + self.mlp(self.layernorm(y))

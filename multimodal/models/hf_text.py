@@ -63,7 +63,7 @@ class HfTextTower(nn.Module):
             case "cls":
                 return x_BLW[:, 0]
             case "eot":
-                return x_BLW[torch.arange(len(lengths), device=lengths.device), lengths - 1]
+                return x_BLW[torch.arange(lengths.shape[0], device=lengths.device), lengths - 1]
             case "mean":
                 return (x_BLW * valid_BL[..., None]).sum(dim=1) / lengths[:, None]
 

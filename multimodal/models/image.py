@@ -65,12 +65,12 @@ class VitTower(nn.Module):
             ValueError: when the shape is another, or the patch does not divide H and W.
         """
         size = self._grid_of(pixels)
-        keep_Bn = self._draw_patches(len(pixels), size, pixels.device)
+        keep_Bn = self._draw_patches(pixels.shape[0], size, pixels.device)
         x = self.patch(pixels, keep_Bn)
         class_position, positions_PD = self._positions(size, pixels.device)
         if positions_PD is not None:
             x = x + (positions_PD if keep_Bn is None else positions_PD[keep_Bn])
-        x = torch.cat([*self._prefix_tokens(len(pixels), class_position), x], dim=1)
+        x = torch.cat([*self._prefix_tokens(pixels.shape[0], class_position), x], dim=1)
         if self.pre_norm is not None:
             x = self.pre_norm(x)
         x = self.encoder(x, rope=self._rope(size, keep_Bn, pixels.device))

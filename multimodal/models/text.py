@@ -83,7 +83,7 @@ class TextTower(nn.Module):
     def _pooled(self, x_BLD: Tensor, lengths: Tensor, valid_BL: Tensor) -> Tensor:
         match self.section.pool:
             case "eot":
-                rows = torch.arange(len(lengths), device=lengths.device)
+                rows = torch.arange(lengths.shape[0], device=lengths.device)
                 return self.norm(x_BLD[rows, lengths - 1])
             case "last":
                 return self.norm(x_BLD[:, -1])
