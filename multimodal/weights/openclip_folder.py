@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -42,6 +41,7 @@ from multimodal.weights.openclip_files import CONFIG_FILE, WEIGHTS_FILES
 from multimodal.weights.openclip_settings import openclip_section
 from multimodal.weights.parity import Theirs
 from multimodal.weights.pretrained import Pretrained
+from multimodal.weights.quiet import quiet
 from multimodal.weights.tokenizer_files import write_tokenizer
 
 USAGE = "open_clip.create_model_from_pretrained('local-dir:{out}'), get_tokenizer(...)"
@@ -99,8 +99,9 @@ def reopen(folder: Path) -> Theirs:
 
     source = f"local-dir:{folder}"
     library = f"open_clip {version('open_clip_torch')}"
-    with _quiet():
+    with quiet():
         model, preprocess = open_clip.create_model_from_pretrained(source)
+        model.eval()
         tokenizer = open_clip.get_tokenizer(source)
         if (name := builtin_name(folder)) is not None:
             _compare_with_file(model.eval(), name, folder / WEIGHTS_FILE)
@@ -171,17 +172,6 @@ def _has_own_tokenizer(section: config.Model, tokenizer: Tokenizer) -> bool:
     ids = (tokenizer.bos_id, tokenizer.eos_id) == (START, END)
     padding = hidden or tokenizer.pad_id == PAD
     return ids and padding and is_openai_bpe(tokenizer.as_json())
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """OpenCLIP tells each of its steps through the root logger."""
-    before = logging.root.manager.disable
-    logging.disable(max(before, logging.INFO))
-    try:
-        yield
-    finally:
-        logging.disable(before)
 
 
 def _pixels(preprocess: Callable[[Image.Image], Tensor], images: list[Image.Image]) -> Tensor:
