@@ -25,8 +25,8 @@ class Entry:
     ours: tuple[str, ...]
     """Our name; with several, theirs is ours joined along the first axis in this order."""
     reshape: bool = False
-    """The axes after the first differ, such as a convolution's and a Linear's, one side has an axis
-    of 1 before all others, or the tensor is a scalar that one side holds as a vector of 1."""
+    """The axes after the first differ, such as a convolution's and a Linear's. Axes of 1 do not
+    count, so a scalar may be a vector of 1, and a table of positions a batch of one."""
     transpose: bool = False
     """Their matrix is ours transposed: they compute `x @ W`, as JAX does and CLIP's projections."""
 
@@ -153,9 +153,8 @@ def _turned(shape: torch.Size, entry: Entry) -> torch.Size:
 def _fits(found: torch.Size, needed: torch.Size, reshape: bool) -> bool:
     if not reshape:
         return found == needed
-    if needed.numel() == 1 or found.numel() != needed.numel():
-        return found.numel() == needed.numel()
-    return found[0] == needed[0] or found[1:] == needed or found == needed[1:]
+    first = [next((size for size in shape if size != 1), 1) for shape in (found, needed)]
+    return found.numel() == needed.numel() and first[0] == first[1]
 
 
 def _wrong_shape(name: str, tensor: Tensor, needed: torch.Size) -> str:

@@ -30,6 +30,7 @@ from multimodal.weights.openclip_settings import (
     text_settings,
     unsupported,
 )
+from multimodal.weights.timm_vit import vit_table
 
 _OWN_POOLS = ("abs_attn", "rot_attn")
 _NATIVE = ("timm_model_name", "attentional_pool", "pos_embed_type", "pool_type")
@@ -75,8 +76,10 @@ def timm_table(section: config.Model, *, projection: str, text: str = "text.") -
         text: what stands before the names of the text tower.
     """
     image = section.image
-    siglip = isinstance(image, config.VitImage)
-    entries = _siglip_entries(image) if siglip else _trunk_entries(image)
+    if isinstance(image, config.VitImage):
+        entries = list(vit_table(image, theirs="visual.trunk.", ours="image."))
+    else:
+        entries = _trunk_entries(image)
     match section.image_projection:
         case "linear":
             entries.append(same(f"{projection}.weight", "image_projection.weight"))
@@ -206,39 +209,3 @@ def _trunk_entries(section: config.TimmImage) -> list[Entry]:
     with torch.device("meta"):
         names = TimmTower(section.model_copy(update={"pretrained": False})).model.state_dict()
     return [same(f"visual.trunk.{name}", f"image.model.{name}") for name in names]
-
-
-def _siglip_entries(section: config.VitImage) -> list[Entry]:
-    trunk, pool = "visual.trunk", "image.pool"
-    attention = f"{pool}.attention"
-    entries = [
-        same(f"{trunk}.patch_embed.proj.weight", "image.patch.proj.weight", reshape=True),
-        same(f"{trunk}.patch_embed.proj.bias", "image.patch.proj.bias"),
-        same(f"{trunk}.pos_embed", "image.position.weight", reshape=True),
-    ]
-    for i in range(section.depth):
-        layer, block = f"{trunk}.blocks.{i}", f"image.encoder.blocks.{i}"
-        entries += affine(f"{layer}.norm1", f"{block}.attn.norm")
-        entries += _joined(f"{layer}.attn.qkv", f"{block}.attn.inner", "qkv")
-        entries += affine(f"{layer}.attn.proj", f"{block}.attn.inner.out_proj")
-        entries += affine(f"{layer}.norm2", f"{block}.mlp.norm")
-        entries += affine(f"{layer}.mlp.fc1", f"{block}.mlp.inner.fc1")
-        entries += affine(f"{layer}.mlp.fc2", f"{block}.mlp.inner.fc2")
-    return [
-        *entries,
-        *affine(f"{trunk}.norm", "image.norm"),
-        same(f"{trunk}.attn_pool.latent", f"{pool}.probe"),
-        *affine(f"{trunk}.attn_pool.q", f"{attention}.q_proj"),
-        *_joined(f"{trunk}.attn_pool.kv", attention, "kv"),
-        *affine(f"{trunk}.attn_pool.proj", f"{attention}.out_proj"),
-        *affine(f"{trunk}.attn_pool.norm", f"{pool}.layernorm"),
-        *affine(f"{trunk}.attn_pool.mlp.fc1", f"{pool}.mlp.fc1"),
-        *affine(f"{trunk}.attn_pool.mlp.fc2", f"{pool}.mlp.fc2"),
-    ]
-
-
-def _joined(theirs: str, ours: str, letters: str) -> list[Entry]:
-    return [
-        Entry(f"{theirs}.{kind}", tuple(f"{ours}.{letter}_proj.{kind}" for letter in letters))
-        for kind in ("weight", "bias")
-    ]
