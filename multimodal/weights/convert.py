@@ -151,6 +151,22 @@ def _writer(to: Target, *, drop_logit_bias: bool) -> Writer:
             from multimodal.weights import openclip_folder
 
             return Writer(openclip_folder.write, openclip_folder.reopen, openclip_folder.USAGE)
+        case "onnx":
+            from multimodal.weights import onnx_towers
+
+            return Writer(onnx_towers.write, onnx_towers.reopen, onnx_towers.USAGE)
+        case "onnx-int8":
+            from multimodal.weights import onnx_towers
+
+            return Writer(
+                partial(onnx_towers.write, numbers="int8"),
+                partial(onnx_towers.reopen, numbers="int8"),
+                onnx_towers.INT8_USAGE,
+            )
+        case "timm":
+            from multimodal.weights import timm_folder
+
+            return Writer(timm_folder.write, timm_folder.reopen, timm_folder.USAGE)
         case _:
             raise ValueError(f"{to!r} is not a format; known are {', '.join(get_args(Target))}")
 

@@ -208,7 +208,8 @@ def _pictures(
         own_way = _own_way(theirs)
         if own_way is not None:
             what = f"image features of {kind}, each side's own pixels"
-            limit = theirs.tolerance if kind == inputs.EXACT else _OWN_WAY
+            least = 0.0 if kind == inputs.EXACT else _OWN_WAY
+            limit = max(least, theirs.tolerance)
             yield Row(what, _distance(features, own_way(images)), limit, reason)
 
 

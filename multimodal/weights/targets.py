@@ -2,4 +2,4 @@
 
 from typing import Literal
 
-Target = Literal["hf", "sentence-transformers", "siglip", "open_clip", "onnx", "timm"]
+Target = Literal["hf", "sentence-transformers", "siglip", "open_clip", "onnx", "onnx-int8", "timm"]
