@@ -172,6 +172,15 @@ def test_padding_that_is_a_piece_of_texts_becomes_the_end_token(tmp_path):
     assert set(added) == {tokenizer.bos_id, tokenizer.eos_id}
 
 
+@pytest.mark.parametrize("preprocess", [{"resize_mode": "squash"}, {"interpolation": "bilinear"}])
+def test_other_preparations_of_pictures_are_written(tmp_path, preprocess):
+    tokenizer = trained_clip().tokenizer
+    section = clip_section(tokenizer, preprocess=preprocess)
+    pretrained = pretrained_of(section, tokenizer)
+    convert(pretrained, tmp_path / "out", "hf")
+    assert load(f"hf:{tmp_path / 'out'}").config.preprocess == pretrained.config.preprocess
+
+
 def test_an_offset_of_the_logits_is_left_out_on_demand_only(tmp_path):
     tokenizer = trained_clip().tokenizer
     pretrained = pretrained_of(clip_section(tokenizer, logit_bias=-10.0), tokenizer)

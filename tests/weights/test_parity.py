@@ -10,9 +10,12 @@ from PIL import Image
 
 from multimodal import config
 from multimodal.data.decode import from_pil
+from multimodal.data.transforms import ImageTransform
 from multimodal.models.two_tower import normalise
 from multimodal.weights import parity_inputs as inputs
 from multimodal.weights.parity import Row, Theirs, compare, refuse_failed
+
+FILTERS = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +109,37 @@ def test_features_that_are_no_numbers_or_too_few_fail(ours, theirs):
     assert next(row for row in nothing if not row.passed).as_dict()["difference"] is None
     assert "image features" in failed(compare(ours, replace(theirs, image=lambda p: p.flatten(1))))
     assert "pixels of" in failed(compare(ours, replace(theirs, pixels=lambda i: torch.ones(1, 3))))
+
+
+@pytest.mark.parametrize("change", [{"interpolation": "bilinear"}, {"resize_mode": "squash"}])
+def test_another_preparation_is_found_by_the_pixels_alone(ours, theirs, change):
+    transform = ImageTransform(21, ours.config.preprocess.model_copy(update=change))
+    other = replace(ours, transform=transform)
+    nothing = dict.fromkeys(WRONG)
+
+    def pixels(images):
+        made = torch.stack([other.transform.apply(from_pil(image)) for image in images])
+        return normalise(made, [0.5] * 3, [0.5] * 3)
+
+    rows = compare(ours, replace(theirs, **nothing | {"pixels": pixels}))
+    assert f"{inputs.PICTURES}, in grey levels" in failed(rows)
+    assert all(row.equal for row in rows if inputs.EXACT in row.what)
+
+
+@pytest.mark.parametrize("mode", ["bicubic", "bilinear"])
+def test_pixels_that_pillow_has_scaled_pass(ours, theirs, mode):
+    """transformers 4 scales with Pillow."""
+    preprocess = ours.config.preprocess.model_copy(update={"interpolation": mode})
+    section = ours.config.model_copy(update={"preprocess": preprocess})
+    own = replace(ours, config=section, transform=ImageTransform(21, preprocess))
+
+    def pixels(images):
+        scaled = [image.convert("RGB").resize((21, 21), FILTERS[mode]) for image in images]
+        return normalise(torch.stack([from_pil(image) for image in scaled]), [0.5] * 3, [0.5] * 3)
+
+    square = [image for image in inputs.pictures(21)[:-1] if image.width == image.height]
+    rows = compare(own, replace(theirs, **dict.fromkeys(WRONG) | {"pixels": pixels}), square)
+    assert len(rows) == 2 and not failed(rows)
 
 
 def test_a_known_difference_excuses_its_kind_of_input_only(ours, theirs):
