@@ -52,14 +52,12 @@ def weights(folder):
     return load_file(folder / "model.safetensors")
 
 
-def test_a_run_goes_on_where_the_other_ended_with_its_tokenizer(tmp_path, first, shards, caplog):
+def test_a_run_goes_on_where_the_other_ended(tmp_path, first, shards, caplog):
     caplog.set_level("INFO")
     train(load(tmp_path / "run", shards, "train.duration=4 steps", init=first))
     before, after = rows(first), rows(tmp_path / "run")
     assert after[0]["loss"] < before[0]["loss"] - 0.1
     assert after[0]["logit_scale"] == pytest.approx(before[-1]["logit_scale"], rel=1e-2)
-    tokenizers = [(r / "model/tokenizer.json").read_bytes() for r in (first, tmp_path / "run")]
-    assert tokenizers[0] == tokenizers[1]
     assert f"numbers from {first}" in caplog.text
     settings = json.loads((tmp_path / "run/model/config.json").read_text())["model"]
     assert "init" not in settings, "a model describes itself"
@@ -68,7 +66,10 @@ def test_a_run_goes_on_where_the_other_ended_with_its_tokenizer(tmp_path, first,
 def test_a_locked_tower_of_another_run_keeps_its_weights(tmp_path, first, shards):
     """LiT: the text tower and its projection stay, and a new image tower learns to meet them."""
     words = ("model.init_parts=[text]", "train.freeze=[text]", "model.image.width=32")
+    words += ("data.templates=['quite other words of {}']",)  # a new tokenizer would be another
     train(load(tmp_path / "run", shards, *words, init=first))
+    tokenizers = [(r / "model/tokenizer.json").read_bytes() for r in (first, tmp_path / "run")]
+    assert tokenizers[0] == tokenizers[1]
     theirs, ours = weights(first / "model"), weights(tmp_path / "run/model")
     text = [name for name in ours if name.startswith("text")]
     assert len(text) > 20 and all(ours[name].equal(theirs[name]) for name in text)
