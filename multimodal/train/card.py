@@ -111,21 +111,21 @@ def _front_matter(whole: Config) -> dict[str, Any]:
         "library_name": "multimodal",
         "pipeline_tag": "zero-shot-image-classification",
         "tags": ["multimodal", family, "image-text-retrieval"],
-        "base_model": _on_the_hub(_starts(whole).values()),
+        "base_model": _on_the_hub(_starts(whole.model).values()),
         "datasets": _on_the_hub(s.name for s in _hub_sources(whole)),
     }
     return {name: value for name, value in front.items() if value}
 
 
-def _starts(whole: Config) -> dict[str, str]:
+def _starts(model: config.RunModel) -> dict[str, str]:
     """Whose weights the run started from, by part."""
-    model = whole.model
-    starts = {"model": getattr(model, "init", None)}
-    for side, hub in (("image", "timm/"), ("text", "")):
+    starts = dict.fromkeys(model.init_parts, model.init) if model.init else {}
+    for side in ("image", "text"):
         tower = getattr(model, side)
         if getattr(tower, "pretrained", False):
-            starts[side] = tower.name if "/" in tower.name else f"{hub}{tower.name}"
-    return {part: name for part, name in starts.items() if name}
+            own = "timm/" if tower.kind == "timm" and ":" not in tower.name else ""
+            starts.setdefault(side, own + tower.name)
+    return starts
 
 
 def _hub_sources(whole: Config) -> list[config.HubSource]:
@@ -135,8 +135,8 @@ def _hub_sources(whole: Config) -> list[config.HubSource]:
 
 
 def _on_the_hub(names: Iterable[str]) -> list[str]:
-    """Those that are ORGANISATION/NAME and no folder here."""
-    bare = [re.sub("^(hf|open_clip):(hf-hub:)?", "", name) for name in names]
+    """Those that are ORGANISATION/NAME, after what says how to get them, and no folder here."""
+    bare = dict.fromkeys(re.sub("^(hf|open_clip|hf-hub):(hf-hub:)?", "", name) for name in names)
     return [name for name in bare if _HUB_NAME.fullmatch(name) and not Path(name).exists()]
 
 
@@ -157,7 +157,7 @@ def _architecture(model: config.Model, parameters: Mapping[str, int]) -> str:
 def _training(whole: Config, state: Mapping[str, Any]) -> dict[str, Any]:
     optim, train = whole.optim, whole.train
     rows = {
-        "started from": ", ".join(f"{part}: {name}" for part, name in _starts(whole).items()),
+        "started from": ", ".join(f"{part}: {name}" for part, name in _starts(whole.model).items()),
         "steps": state["step"],
         "epochs": state["epoch"],
         "samples seen": state["samples"],

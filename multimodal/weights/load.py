@@ -22,6 +22,7 @@ from multimodal.config.foreign import FORMS, split_name
 from multimodal.data.text import FILE as TOKENIZER_FILE
 from multimodal.data.text import Tokenizer
 from multimodal.data.transforms import ImageTransform
+from multimodal.files import file_hash
 from multimodal.models.build import build_model
 from multimodal.models.two_tower import TwoTower
 from multimodal.weights.checkpoints import MANIFEST, checkpoint_model, find_damage, newest_first
@@ -33,12 +34,13 @@ from multimodal.weights.save import (
     IMAGE_FOLDER,
     TEXT_FOLDER,
     WEIGHTS_FILE,
+    described_files,
     is_described_elsewhere,
 )
 
 log = logging.getLogger(__name__)
 _FILES = (CONFIG_FILE, WEIGHTS_FILE, TOKENIZER_FILE)
-_CONFIG_FIELDS = ("format", "version", "model", "tokenizer", "versions")
+_CONFIG_FIELDS = ("format", "version", "model", "tokenizer", "versions", "sha256")
 
 
 def load(path_or_name: str | Path, device: str | torch.device = "cpu") -> Pretrained:
@@ -97,7 +99,23 @@ def _load_folder(folder: Path) -> tuple[config.Model, TwoTower, Tokenizer]:
     _check_tokenizer(tokenizer, section.text, folder)
     model = build_model(_without_downloads(section, folder))
     load_weights(model, folder / WEIGHTS_FILE)
+    _check_files(folder, section)
     return section, model, tokenizer
+
+
+def _check_files(folder: Path, section: config.Model) -> None:
+    """What strict names and shapes cannot tell: a flipped bit, or files of two models alike."""
+    hashes = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))["sha256"]
+    names = described_files(section)
+    hashes = hashes if isinstance(hashes, dict) else {}
+    _check_fields(hashes, dict.fromkeys(names), folder / CONFIG_FILE, "sha256.")
+    for name in names:
+        if hashes[name] != file_hash(folder / name):
+            raise ValueError(
+                f"{folder / name} is not the file that {CONFIG_FILE} was saved with (SHA-256 "
+                "differs): it is damaged or of another model; copy the folder again, or, if the "
+                "change is wanted, save the model with multimodal.weights.save"
+            )
 
 
 # --- where the model is --------------------------------------------------------------------------

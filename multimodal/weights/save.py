@@ -4,7 +4,8 @@
     tokenizer.json      vocabulary
     text/config.json    architecture of a text tower from transformers; no such file otherwise
     image/config.json   likewise of an image tower from transformers, or from a folder of timm's
-    config.json         architecture, preprocessing, tokenizer settings, versions; written last
+    config.json         architecture, preprocessing, tokenizer settings, versions, SHA-256 of the
+                        files above; written last
     README.md           the model card, in the model that a run ends with
 
 Each file is replaced atomically, and a folder without config.json is incomplete.
@@ -23,8 +24,9 @@ from torch import Tensor
 
 import multimodal
 from multimodal import config
+from multimodal.data.text import FILE as TOKENIZER_FILE
 from multimodal.data.text import Tokenizer
-from multimodal.files import write_atomically
+from multimodal.files import file_hash, write_atomically
 from multimodal.models.two_tower import TwoTower
 
 FORMAT = "multimodal"
@@ -64,8 +66,16 @@ def save_model(
     weights = model.state_dict() if weights is None else weights
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
     write_atomically(folder / WEIGHTS_FILE, lambda path: save_file(state, path))
-    text = json.dumps(_describe(section, tokenizer), indent=2) + "\n"
+    hashes = {name: file_hash(folder / name) for name in described_files(section)}
+    text = json.dumps(_describe(section, tokenizer) | {"sha256": hashes}, indent=2) + "\n"
     write_atomically(folder / CONFIG_FILE, lambda path: path.write_text(text, encoding="utf-8"))
+
+
+def described_files(section: config.Model) -> list[str]:
+    """Names of the files that belong to a model besides config.json, which holds their hashes."""
+    towers = {IMAGE_FOLDER: section.image, TEXT_FOLDER: section.text}
+    elsewhere = [name for name, tower in towers.items() if is_described_elsewhere(tower)]
+    return [WEIGHTS_FILE, TOKENIZER_FILE, *(f"{name}/{CONFIG_FILE}" for name in elsewhere)]
 
 
 def is_described_elsewhere(tower: config.ImageTower | config.TextTower) -> bool:

@@ -200,6 +200,27 @@ def test_what_is_on_the_hub_is_linked(tmp_path):
     assert "image: timm/resnet18, text: org/text" in sections["Training"]
 
 
+@pytest.mark.parametrize(
+    ("init", "linked"),
+    [
+        ("hf:org/clip", ["org/clip"]),
+        ("open_clip:hf-hub:org/clip", ["org/clip"]),
+        ("runs/other", None),
+        ("open_clip:ViT-B-32:b32.safetensors", None),
+    ],
+)
+def test_what_a_run_began_as_is_named_and_linked_if_it_is_on_the_hub(
+    tmp_path, monkeypatch, init, linked
+):
+    (tmp_path / "runs/other").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    tree = tiny_tree(tmp_path, tmp_path)
+    tree["model"] |= {"init": init, "init_parts": ["image"]}
+    front, sections = card_of(check(tree, Config))
+    assert front.get("base_model") == linked
+    assert dict(table(sections["Training"]))["started from"] == f"image: {init}"
+
+
 @pytest.mark.parametrize("license", ["CC BY 4.0", "", "-", "MIT\nx: y"])
 def test_a_license_is_one_identifier(license):
     with pytest.raises(ValueError, match="license"):
