@@ -28,7 +28,7 @@ TOWERS = {
     "mean of the patches": {"pool": "mean"},
     "mean without class token": SIGLIP | {"pool": "mean"},
     "registers and scale": SIGLIP | {"pool": "map", "registers": 3, "layer_scale": 0.1},
-    "rounded hidden size": SIGLIP | {"pool": "map", "mlp_ratio": 3.7362},
+    "rounded hidden size": SIGLIP | {"pool": "map", "mlp_ratio": 3.76},
 }
 
 
