@@ -54,6 +54,7 @@ def convert(
     parity.json in OUT has every difference. A model that the format cannot hold is refused.
     """
     look_for_model(model)
+    from multimodal.weights.card import read_card
     from multimodal.weights.convert import convert as run
     from multimodal.weights.load import load
 
@@ -63,7 +64,8 @@ def convert(
         from multimodal.data.folder import picture_files
 
         images = _opened(pretrained.readable(picture_files(pictures)[:_MOST_PICTURES])[0])
-    done = run(pretrained, out, to, pictures=images, drop_logit_bias=drop_logit_bias)
+    options = {"pictures": images, "drop_logit_bias": drop_logit_bias, "card": read_card(model)}
+    done = run(pretrained, out, to, **options)
     report = done.report
     if as_json:
         typer.echo(json.dumps(report.as_dict() | {"out": str(out)}, indent=2))

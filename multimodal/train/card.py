@@ -119,7 +119,9 @@ def _front_matter(whole: Config) -> dict[str, Any]:
 
 def _starts(model: config.RunModel) -> dict[str, str]:
     """Whose weights the run started from, by part."""
-    starts = dict.fromkeys(model.init_parts, model.init) if model.init else {}
+    starts: dict[str, str] = {}
+    if model.init is not None:
+        starts |= dict.fromkeys(model.init_parts, model.init)
     for side in ("image", "text"):
         tower = getattr(model, side)
         if getattr(tower, "pretrained", False):

@@ -23,8 +23,10 @@ from PIL import Image
 import multimodal
 from multimodal.errors import RunStopped
 from multimodal.files import LOCK, Lock, move_folder, write_atomically
+from multimodal.weights.card import converted_card
 from multimodal.weights.parity import Row, Theirs, compare
 from multimodal.weights.pretrained import Pretrained
+from multimodal.weights.save import CARD_FILE
 from multimodal.weights.targets import Target
 
 PARITY_FILE = "parity.json"
@@ -87,6 +89,7 @@ def convert(
     *,
     pictures: Sequence[Image.Image] | None = None,
     drop_logit_bias: bool = False,
+    card: str | None = None,
 ) -> Converted:
     """Write a model for another library, read it with that library and compare.
 
@@ -96,6 +99,7 @@ def convert(
         to: the format.
         pictures: real ones for the comparison; by default some are made.
         drop_logit_bias: leave the offset of the logits out of a format that has none.
+        card: the model's card, of which the result gets its own.
 
     Raises:
         ValueError: when the format cannot hold the model, or `out` is there already.
@@ -111,6 +115,9 @@ def convert(
         _empty(part)
         _note(part, {"passed": False, "unfinished": True})
         _write(writer, pretrained, part)
+        if card is not None:
+            text = converted_card(card, to, writer.usage.format(out="FOLDER"))
+            (part / CARD_FILE).write_text(text, encoding="utf-8")
         report = _check(pretrained, part, writer, pictures)
         _note(part, report.as_dict())
     finally:

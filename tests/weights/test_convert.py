@@ -1,11 +1,13 @@
 """Converting a model: what is written where, and what is told when it cannot be."""
 
 import json
+import shutil
 import sys
 from dataclasses import replace
 
 import pytest
 import torch
+import yaml
 from convertible import trained_clip
 from tiny import write_pictures
 
@@ -205,6 +207,51 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(run, arguments, message):
     code, _, error = run(*arguments)
     assert code == 2 and message in error
     assert len(error.splitlines()) == 1 and "Traceback" not in error
+
+
+CARD = """---
+license: mit
+library_name: multimodal
+pipeline_tag: zero-shot-image-classification
+---
+
+# A model
+
+## Use
+
+`multimodal classify FOLDER ...`
+
+## Training data
+
+Mine.
+"""
+
+
+@pytest.mark.parametrize(
+    ("to", "library", "task"),
+    [
+        ("hf", "transformers", "zero-shot-image-classification"),
+        ("open_clip", "open_clip", "zero-shot-image-classification"),
+        ("timm", "timm", "image-feature-extraction"),
+    ],
+)
+def test_the_card_goes_along_and_says_how_to_read_the_result(
+    run, folder, writer, monkeypatch, to, library, task
+):
+    (folder / "with a card").mkdir(exist_ok=True)
+    for path in (folder / "model").iterdir():
+        shutil.copy(path, folder / "with a card")
+    (folder / "with a card/README.md").write_text(CARD)
+    assert run("with a card", f"carded {to}", "--to", to)[0] == 0
+    text = (folder / f"carded {to}/README.md").read_text()
+    _, front, body = text.split("---\n")
+    assert yaml.safe_load(front) == {
+        "license": "mit",
+        "library_name": library,
+        "pipeline_tag": task,
+    }
+    assert "ourselves.read('FOLDER')" in body and "multimodal classify" not in body
+    assert body.endswith("## Training data\n\nMine.\n")
 
 
 def test_an_unknown_target_names_those_that_there_are(run):
