@@ -5,7 +5,6 @@ from pathlib import Path
 
 from jaxtyping import Float
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from multimodal import config
 from multimodal.layers.block import Checkpointing
@@ -68,8 +67,8 @@ class HfImageTower(nn.Module):
                 return output.pooler_output.flatten(1)
 
 
-def _width(model: PreTrainedModel, name: str) -> int:
-    if model.main_input_name != "pixel_values":
+def _width(model: nn.Module, name: str) -> int:
+    if "pixel_values" not in inspect.signature(model.forward).parameters:
         raise ValueError(
             f"model.image.name={name!r} is a {type(model).__name__}, which takes no pictures; "
             "choose an image model such as a DINOv2"
@@ -80,7 +79,7 @@ def _width(model: PreTrainedModel, name: str) -> int:
     return settings.hidden_sizes[-1]
 
 
-def _check_pool(model: PreTrainedModel, section: config.HfImage) -> None:
+def _check_pool(model: nn.Module, section: config.HfImage) -> None:
     pool, parts = section.pool, dict(model.named_children())
     names = [name.rpartition(".")[2] for name, _ in model.named_parameters()]
     square = isinstance(getattr(model.config, "patch_size", None), int)

@@ -24,7 +24,7 @@ _OPTIONS = {"dtype": torch.float32, "trust_remote_code": False}
 
 def read_tower(
     name: str, *, side: Literal["image", "text"], pretrained: bool, pooler: bool
-) -> PreTrainedModel:
+) -> nn.Module:
     """A model of transformers, or its part for pictures or texts.
 
     Args:
@@ -86,10 +86,7 @@ def refuse_incomplete(
         for key in found["missing_keys"]
         if key in tensors and id(tensors[key]) in used
     ]
-    wrong += [
-        f"{key} is {list(there)} instead of {list(needed)}"
-        for key, there, needed in found["mismatched_keys"]
-    ]
+    wrong += [_other_shape(entry) for entry in found["mismatched_keys"]]
     wrong += [f"unexpected {key}" for key in unexpected]
     if wrong:
         more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
@@ -99,19 +96,32 @@ def refuse_incomplete(
         )
 
 
-def checkpoint_blocks(model: PreTrainedModel) -> None:
+def _other_shape(entry: str | tuple) -> str:
+    """transformers 5 gives both shapes, 4 the name alone."""
+    if isinstance(entry, str):
+        return f"{entry} of another shape"
+    key, there, needed = entry
+    return f"{key} is {list(there)} instead of {list(needed)}"
+
+
+def checkpoint_blocks(model: nn.Module) -> None:
     """Store a block's input only, and compute the rest again in the backward pass.
 
     Raises:
         ValueError: when the model cannot.
     """
-    # The older name is deprecated in transformers 5 and the only one before.
-    enable = getattr(model, "activation_checkpointing_enable", None)
-    enable = enable or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
+    # The older name is deprecated in transformers 5 and the only one before; parts of two-tower
+    # models of transformers 4 have neither.
+    for name in ("activation_checkpointing_enable", "gradient_checkpointing_enable"):
+        if (enable := getattr(model, name, None)) is not None:
+            return enable({"use_reentrant": False})
+    raise ValueError(
+        f"{type(model).__name__} cannot store less in this version of transformers; set "
+        "train.checkpoint_activations=none"
+    )
 
 
-def _part(model: PreTrainedModel, side: str, pooler: bool) -> PreTrainedModel:
+def _part(model: PreTrainedModel, side: str, pooler: bool) -> nn.Module:
     if model.config.is_encoder_decoder:
         model = model.get_encoder()
     model = getattr(model, "text_model" if side == "text" else "vision_model", model)

@@ -5,7 +5,6 @@ from pathlib import Path
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from multimodal import config
 from multimodal.layers.block import Checkpointing
@@ -31,7 +30,7 @@ class HfTextTower(nn.Module):
         )
         _check_kind(self.model, section.name)
         self.width: int = self.model.config.hidden_size
-        self.vocab_size: int = self.model.get_input_embeddings().num_embeddings
+        self.vocab_size: int = _token_embedding(self.model).num_embeddings
         _check_context(section, self.model)
 
     def save_architecture(self, folder: Path | str) -> None:
@@ -68,9 +67,8 @@ class HfTextTower(nn.Module):
                 return (x_BLW * valid_BL[..., None]).sum(dim=1) / lengths[:, None]
 
 
-def _check_kind(model: PreTrainedModel, name: str) -> None:
-    embeds_tokens = isinstance(model.get_input_embeddings(), nn.Embedding)
-    if not hasattr(model.config, "hidden_size") or not embeds_tokens:
+def _check_kind(model: nn.Module, name: str) -> None:
+    if not hasattr(model.config, "hidden_size") or _token_embedding(model) is None:
         raise ValueError(
             f"model.text.name={name!r} is a {type(model).__name__}, which has no hidden_size or no "
             "token embedding; choose a text model such as a BERT"
@@ -82,7 +80,16 @@ def _check_kind(model: PreTrainedModel, name: str) -> None:
         )
 
 
-def _check_context(section: config.HfText, model: PreTrainedModel) -> None:
+def _token_embedding(model: nn.Module) -> nn.Embedding | None:
+    """Also of a part of a two-tower model of transformers 4, which cannot be asked."""
+    if hasattr(model, "get_input_embeddings"):
+        found = model.get_input_embeddings()
+    else:
+        found = getattr(getattr(model, "embeddings", None), "token_embedding", None)
+    return found if isinstance(found, nn.Embedding) else None
+
+
+def _check_context(section: config.HfText, model: nn.Module) -> None:
     longest = getattr(model.config, "max_position_embeddings", None)
     if longest is not None:
         longest -= _reserved_positions(model)
@@ -93,7 +100,7 @@ def _check_context(section: config.HfText, model: PreTrainedModel) -> None:
         )
 
 
-def _reserved_positions(model: PreTrainedModel) -> int:
+def _reserved_positions(model: nn.Module) -> int:
     """Positions before a text's first: RoBERTa and its kin count from the padding's id."""
     for name, module in model.named_modules():
         if (

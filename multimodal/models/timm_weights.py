@@ -31,15 +31,27 @@ def weights_file(section: config.TimmImage) -> Path | None:
     return next((folder / name for name in _FILES if (folder / name).is_file()), folder / _FILES[0])
 
 
+def without_values(name: str, **options: Any) -> nn.Module:
+    """A timm model to look at, for its names, shapes and settings."""
+    try:
+        with torch.device("meta"):
+            return timm.create_model(name, **options)
+    except RuntimeError as error:
+        if "loading state_dict" in str(error):
+            raise
+    # Before 1.0.21 timm computes with some values as it builds.
+    with torch.random.fork_rng(devices=[]):
+        return timm.create_model(name, **options)
+
+
 def from_file(section: config.TimmImage, file: Path) -> dict[str, Any]:
     """Options that make timm load a file's weights as its own, with positions resampled.
 
     timm checks no name once it has left out a classifier, so heads are left out here.
     """
     state = _read(file)
-    with torch.device("meta"):
-        model = timm.create_model(section.name, num_classes=0)
-        classifier = timm.create_model(section.name, num_classes=2).state_dict().keys()
+    model = without_values(section.name, num_classes=0)
+    classifier = without_values(section.name, num_classes=2).state_dict().keys()
     heads = tuple(classifier - model.state_dict().keys())
     if getattr(model, "attn_pool", model) is None:  # SigLIP's trunk with another pool
         heads += ("attn_pool.",)
@@ -70,8 +82,7 @@ def _checks_names(name: str) -> bool:
         "pretrained_cfg_overlay": _overlay({"no such tensor": torch.zeros(1)}),
     }
     try:
-        with torch.device("meta"):
-            timm.create_model(name, pretrained=True, **options)
+        without_values(name, pretrained=True, **options)
     except Exception:
         return True
     return False

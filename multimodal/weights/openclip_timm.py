@@ -13,12 +13,11 @@ from __future__ import annotations
 from functools import cache
 
 import timm
-import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 from multimodal import config
-from multimodal.models.timm_image import TimmTower
+from multimodal.models.timm_weights import without_values
 from multimodal.weights.mapping import Entry, Table, affine, same
 from multimodal.weights.openclip import temperature, text_entries
 from multimodal.weights.openclip_settings import (
@@ -139,9 +138,7 @@ def _projection(cfg: Cfg, embed_dim: int) -> str:
 
 @cache
 def _trunk(name: str, num_classes: int = 0) -> nn.Module:
-    """timm's model without values; only to look at."""
-    with torch.device("meta"):
-        return timm.create_model(name, num_classes=num_classes)
+    return without_values(name, num_classes=num_classes)
 
 
 def _pool(trunk: nn.Module) -> str | None:
@@ -206,6 +203,5 @@ def _activation(module: nn.Module) -> str | None:
 
 
 def _trunk_entries(section: config.TimmImage) -> list[Entry]:
-    with torch.device("meta"):
-        names = TimmTower(section.model_copy(update={"pretrained": False})).model.state_dict()
+    names = _trunk(section.name).state_dict()
     return [same(f"visual.trunk.{name}", f"image.model.{name}") for name in names]

@@ -52,7 +52,7 @@ def siglip2_section(
     side = round(image.num_patches**0.5)
     if side * side != image.num_patches:
         raise ValueError(f"vision_config.num_patches={image.num_patches} is no square")
-    if not image.vision_use_head:
+    if not getattr(image, "vision_use_head", True):
         raise ValueError("vision_config.vision_use_head=false: it has no head that pools")
     return siglip_section(
         theirs, tokenizer=tokenizer, preprocess=preprocess, image_size=side * image.patch_size

@@ -183,7 +183,7 @@ def test_weights_that_do_not_fit_are_named(folders, tmp_path):
         HfImageTower(damaged(folders, tmp_path, lambda s: s.pop(weight)))
     with pytest.raises(ValueError, match=f"unexpected {more}"):
         HfImageTower(damaged(folders, tmp_path, lambda s: s.update({more: torch.zeros(2)})))
-    with pytest.raises(ValueError, match=rf"{weight} is \[2\] instead of \[48, 24\]"):
+    with pytest.raises(ValueError, match=rf"{weight} (is \[2\] instead of \[48, 24\]|of another)"):
         HfImageTower(damaged(folders, tmp_path, lambda s: s.update({weight: torch.zeros(2)})))
     with pytest.raises(ValueError, match=r"missing embeddings.cls_token.* and \d+ more"):
         HfImageTower(
@@ -290,7 +290,7 @@ def test_siglip_weights_fit_its_trunk_with_another_pool(tmp_path):
 
 def test_a_file_that_holds_code_is_refused(tmp_path):
     path = write(tmp_path / "a.pth", {"a": torch.nn.Linear(2, 2)})
-    with pytest.raises(ValueError, match=r"a.pth has no weights .*weights_only"):
+    with pytest.raises(ValueError, match=r"a.pth has no weights .*(?i:weights.only)"):
         TimmTower(timm_section(pretrained=path))
     with pytest.raises(ValueError, match=r"there is no file '/nowhere.pth'"):
         TimmTower(timm_section(pretrained="/nowhere.pth"))
