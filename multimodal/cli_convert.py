@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from multimodal.cli_options import AsJson, ModelArgument, look_for_model, verbatim
+from multimodal.files import refuse_filled
 from multimodal.weights.targets import Target
 
 app = typer.Typer()
@@ -54,6 +55,7 @@ def convert(
     parity.json in OUT has every difference. A model that the format cannot hold is refused.
     """
     look_for_model(model)
+    refuse_filled(out)
     from multimodal.weights.card import read_card
     from multimodal.weights.convert import convert as run
     from multimodal.weights.load import load

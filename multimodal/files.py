@@ -29,6 +29,12 @@ def _close_inherited() -> None:
 os.register_at_fork(after_in_child=_close_inherited)
 
 
+def refuse_filled(out: Path) -> None:
+    """Raise a ValueError when something is in the way of a folder that is to be made."""
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise ValueError(f"{out} is there already and not an empty folder; give a new one")
+
+
 class Lock:
     """The right to write to a folder, until the process ends or lets go.
 

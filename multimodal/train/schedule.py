@@ -91,7 +91,8 @@ def plan(train: Train, optim: Optim, *, data_size: int) -> Schedule:
     if train.batch_size > data_size:
         log.warning(
             "train.batch_size=%d is more than the %d samples: a batch then holds pictures several "
-            "times, and each is a wrong negative of its copies; use at most %d",
+            "times, each a wrong negative of its copies unless loss.duplicates is ignore or "
+            "positive; use at most %d",
             train.batch_size,
             data_size,
             data_size,

@@ -22,7 +22,7 @@ from PIL import Image
 
 import multimodal
 from multimodal.errors import RunStopped
-from multimodal.files import LOCK, Lock, move_folder, write_atomically
+from multimodal.files import LOCK, Lock, move_folder, refuse_filled, write_atomically
 from multimodal.weights.card import converted_card
 from multimodal.weights.parity import Row, Theirs, compare
 from multimodal.weights.pretrained import Pretrained
@@ -106,8 +106,7 @@ def convert(
         RunStopped: when the other library does not give the same; the files are in `OUT.part`.
     """
     writer = _writer(to, drop_logit_bias=drop_logit_bias)
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise ValueError(f"{out} is there already and not an empty folder; give a new one")
+    refuse_filled(out)
     part = Path(os.path.abspath(out)).with_name(f"{out.absolute().name}.part")
     _refuse_foreign(part)
     lock = Lock(part, str(out), "another OUT")

@@ -32,8 +32,10 @@ from multimodal.weights.pretrained import Pretrained
 from multimodal.weights.siglip import export_siglip
 from multimodal.weights.tokenizer_files import write_tokenizer
 
-CLIP_USAGE = "transformers.CLIPModel.from_pretrained({out!r}), AutoProcessor.from_pretrained(...)"
-SIGLIP_USAGE = "transformers.AutoModel.from_pretrained({out!r}), AutoProcessor.from_pretrained(...)"
+CLIP_USAGE = (
+    "transformers.CLIPModel.from_pretrained({out!r}), AutoProcessor.from_pretrained({out!r})"
+)
+SIGLIP_USAGE = CLIP_USAGE.replace("CLIPModel", "AutoModel")
 _RESAMPLE = {"bilinear": 2, "bicubic": 3}
 """Pillow's numbers."""
 _MODULES = [

@@ -25,7 +25,13 @@ from multimodal.data.transforms import ImageTransform
 from multimodal.files import file_hash
 from multimodal.models.build import build_model
 from multimodal.models.two_tower import TwoTower
-from multimodal.weights.checkpoints import MANIFEST, checkpoint_model, find_damage, newest_first
+from multimodal.weights.checkpoints import (
+    MANIFEST,
+    checkpoint_model,
+    find_damage,
+    newest_first,
+    step_of,
+)
 from multimodal.weights.pretrained import Pretrained
 from multimodal.weights.save import (
     CONFIG_FILE,
@@ -130,7 +136,8 @@ def find_model(path: str | Path) -> Path:
     path = Path(path)
     if any((path / name).is_file() for name in (CONFIG_FILE, WEIGHTS_FILE)):
         return path
-    if (path / MANIFEST).is_file() and (problem := _model_damage(path)):
+    is_checkpoint = step_of(path) is not None and (path / MANIFEST).is_file()
+    if is_checkpoint and (problem := _model_damage(path)):
         raise ValueError(f"checkpoint {path} is damaged: {problem}; use another one of its run")
     for folder in (checkpoint_model(path), *_checkpoint_models(path)):
         if (folder / CONFIG_FILE).is_file():
@@ -169,7 +176,12 @@ def read_config(path: Path) -> tuple[config.Model, dict[str, Any]]:
     except ValueError as error:
         raise ValueError(f"{path} is not JSON ({error}); save the model again") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise ValueError(f'{path} has no "format": "{FORMAT}", so this program did not write it')
+        hint = ""
+        if isinstance(content, dict) and "model_type" in content:
+            hint = f"; it is a folder of transformers, so write hf:{path.parent}"
+        raise ValueError(
+            f'{path} has no "format": "{FORMAT}", so this program did not write it{hint}'
+        )
     if content.get("version") != FORMAT_VERSION:
         raise ValueError(
             f"{path} has format version {content.get('version')!r}, and this program reads "

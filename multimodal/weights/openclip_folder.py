@@ -44,7 +44,10 @@ from multimodal.weights.pretrained import Pretrained
 from multimodal.weights.quiet import quiet
 from multimodal.weights.tokenizer_files import write_tokenizer
 
-USAGE = "open_clip.create_model_from_pretrained('local-dir:{out}'), get_tokenizer(...)"
+USAGE = (
+    "open_clip.create_model_from_pretrained('local-dir:{out}'), "
+    "open_clip.get_tokenizer('local-dir:{out}')"
+)
 WEIGHTS_FILE = WEIGHTS_FILES[0]
 _TOKENIZER_NAME = "in-this-folder"
 """OpenCLIP reads the folder's tokenizer whatever the name; on the hub it has to be the hub's."""

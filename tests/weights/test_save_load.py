@@ -217,3 +217,15 @@ def test_a_save_that_stops_half_way_leaves_no_mixture(folder, monkeypatch):
 def test_the_version_has_one_value():
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
     assert multimodal.__version__ == project["project"]["version"]
+
+
+def test_a_folder_of_transformers_is_told_how_to_be_named(folder):
+    (folder / "config.json").write_text(json.dumps({"model_type": "clip"}))
+    with pytest.raises(ValueError, match=f"so write hf:{folder}"):
+        load(folder)
+
+
+def test_a_folder_with_another_manifest_is_no_damaged_checkpoint(tmp_path):
+    (tmp_path / "manifest.json").write_text("{}")
+    with pytest.raises(ValueError, match="no model at"):
+        load(tmp_path)
