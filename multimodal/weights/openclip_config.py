@@ -1,6 +1,7 @@
 """Our settings as those of an OpenCLIP model: `model_cfg` and `preprocess_cfg`, or what is wrong.
 
-The reverse is `openclip_settings`, by which the result is read again before it is given out.
+The reverse is `openclip_settings`, by which the result is read again before it is given out. Patch
+dropout stays behind: OpenCLIP makes its models in training mode, and not every reader calls `eval`.
 """
 
 from __future__ import annotations
@@ -58,7 +59,6 @@ def openclip_config(section: config.Model, tokenizer: Tokenizer) -> dict[str, An
             **_encoder(image),
             **_if(not image.pre_norm, no_ln_pre=True),
             **_if(image.pool == "mean", pool_type="avg"),
-            **_if(image.patch_dropout > 0, patch_dropout=image.patch_dropout),
         },
         "text_cfg": {
             "context_length": text.context_length,
@@ -73,7 +73,7 @@ def openclip_config(section: config.Model, tokenizer: Tokenizer) -> dict[str, An
     }
     check_pooling(model_cfg, tokenizer)
     again = openclip_section(model_cfg, tokenizer=section.tokenizer, preprocess=section.preprocess)
-    lost = what_counts(again, training=True) != what_counts(section, training=True)
+    lost = what_counts(again) != what_counts(section)
     assert not lost, f"settings are lost on the way: {section} became {again}"
     return model_cfg
 
@@ -137,21 +137,15 @@ def _if(condition: bool, **settings: Any) -> dict[str, Any]:
     return settings if condition else {}
 
 
-def what_counts(section: config.Model, *, training: bool) -> dict[str, Any]:
-    """Settings without those that change nothing in use, or that the weights replace.
-
-    Args:
-        section: of a model that OpenCLIP can hold.
-        training: keep what changes training.
-    """
+def what_counts(section: config.Model) -> dict[str, Any]:
+    """Settings of a model that OpenCLIP can hold, without those that change nothing in use."""
     content = section.model_dump(exclude={"logit_scale": True, "tokenizer": True})
     content["logit_bias"] = section.logit_bias is not None
     for part in ("image", "text"):
         tower = content[part]
         tower["hidden"] = round(tower["width"] * tower.pop("mlp_ratio"))
+        tower["scaled"] = tower.pop("layer_scale") is not None
         idle = {"dropout", "drop_path", "kernel", "rope_theta", "mask_padding", "fixed_length"}
-        if not training:
-            idle |= {"patch_dropout", "layer_scale"}
-            tower["scaled"] = tower["layer_scale"] is not None
+        idle |= {"patch_dropout"}
         content[part] = {name: value for name, value in tower.items() if name not in idle}
     return content

@@ -162,7 +162,7 @@ def _architecture(model_cfg: dict[str, Any]) -> dict[str, Any]:
         tokenizer=config.OpenAiTokenizer(kind="openai"),
         preprocess=config.Preprocess(),
     )
-    return what_counts(section, training=False)
+    return what_counts(section)
 
 
 def _without_size(cfg: dict[str, Any]) -> dict[str, Any]:

@@ -302,6 +302,14 @@ def test_the_hidden_size_survives_that_open_clip_cuts_where_we_round():
         assert int(cfg["width"] * cfg.get("mlp_ratio", 4.0)) == hidden
 
 
+def test_a_model_that_is_still_in_training_mode_drops_no_patches():
+    """open_clip makes its models in training mode, and not everybody calls `eval`."""
+    pretrained = tiny_pretrained()
+    image = pretrained.config.image.model_copy(update={"patch_dropout": 0.5})
+    section = pretrained.config.model_copy(update={"image": image})
+    assert "patch_dropout" not in openclip_config(section, pretrained.tokenizer)["vision_cfg"]
+
+
 def test_activations_that_open_clip_has_but_not_together_are_refused(tmp_path):
     section = tiny_section()
     text = section.text.model_copy(update={"activation": "quick_gelu"})
