@@ -10,6 +10,9 @@ from multimodal import config
 from multimodal.layers.block import Checkpointing
 from multimodal.models.hf_model import checkpoint_blocks, read_tower
 
+_NOT_ENCODERS = ("vit_mae", "yolos")
+"""Model types that drop patches at random in use too, or add tokens of detections."""
+
 
 class HfImageTower(nn.Module):
     """An `AutoModel` with pixel inputs: DINOv2, DINOv3, ViT and others.
@@ -84,6 +87,11 @@ def _check_pool(model: nn.Module, section: config.HfImage) -> None:
     names = [name.rpartition(".")[2] for name, _ in model.named_parameters()]
     square = isinstance(getattr(model.config, "patch_size", None), int)
     problem = None
+    if model.config.model_type in _NOT_ENCODERS:
+        raise ValueError(
+            f"model.image.name={section.name!r} is a {type(model).__name__}, whose output is not "
+            "one token a patch of the whole picture; choose an encoder such as ViT or DINOv2"
+        )
     if pool != "pooler" and (not square or hasattr(model.config, "depths")):
         problem = "does not end in the patches of a square grid"
     elif pool != "pooler" and ("post_layernorm" in parts or "head" in parts):

@@ -6,6 +6,7 @@ so that a resumed run has the card of an uninterrupted one.
 
 from __future__ import annotations
 
+import html
 import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -16,6 +17,7 @@ import yaml
 
 from multimodal import config
 from multimodal.config import EMA_SUFFIX, Config
+from multimodal.config.foreign import split_name
 from multimodal.data.mixture import MixtureSource
 from multimodal.data.source import BadSample
 from multimodal.data.stream import StreamSource, TrainingSource
@@ -29,19 +31,28 @@ _TOWER = (
 )
 """Settings of a tower that the card shows."""
 _LONG = 8
+_LOOKED_AT = 16
+"""Samples of a source whose terms are read, evenly spread over it."""
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def data_terms(source: TrainingSource) -> list[str]:
-    """License and attribution that samples carry in their metadata, of each part of a mixture."""
+    """License and attribution that samples carry in their metadata.
+
+    Some samples are read, of each part of a mixture; each is one line without markup.
+    """
     terms: dict[str, None] = {}
     for part in source.sources if isinstance(source, MixtureSource) else [source]:
         if not isinstance(part, StreamSource):
-            with suppress(BadSample, OSError):
-                meta = part.read(0).meta
-                found = [str(meta[name]) for name in ("license", "attribution") if meta.get(name)]
-                terms.update({": ".join(found): None} if found else {})
+            for index in range(0, len(part), max(1, len(part) // _LOOKED_AT)):
+                with suppress(BadSample, OSError):
+                    terms.update(_terms_of(part.read(index).meta))
     return list(terms)
+
+
+def _terms_of(meta: Mapping[str, Any]) -> dict[str, None]:
+    found = [str(meta[name]) for name in ("license", "attribution") if meta.get(name)]
+    return {html.escape(" ".join(": ".join(found).split()), quote=False): None} if found else {}
 
 
 def model_card(
@@ -106,12 +117,15 @@ all that is needed."""
 
 def _front_matter(whole: Config) -> dict[str, Any]:
     family = "siglip" if whole.loss.kind == "sigmoid" else "clip"
+    files = {getattr(whole.model.image, "pretrained", None)}
+    if whole.model.init and split_name(whole.model.init).library is None:
+        files.add(whole.model.init)
     front = {
         "license": (whole.card.license or "unknown").lower(),
         "library_name": "multimodal",
         "pipeline_tag": "zero-shot-image-classification",
         "tags": ["multimodal", family, "image-text-retrieval"],
-        "base_model": _on_the_hub(_starts(whole.model).values()),
+        "base_model": _on_the_hub(n for n in _starts(whole.model).values() if n not in files),
         "datasets": _on_the_hub(s.name for s in _hub_sources(whole)),
     }
     return {name: value for name, value in front.items() if value}
@@ -124,7 +138,10 @@ def _starts(model: config.RunModel) -> dict[str, str]:
         starts |= dict.fromkeys(model.init_parts, model.init)
     for side in ("image", "text"):
         tower = getattr(model, side)
-        if getattr(tower, "pretrained", False):
+        weights = getattr(tower, "pretrained", False)
+        if isinstance(weights, str):
+            starts.setdefault(side, weights)
+        elif weights:
             own = "timm/" if tower.kind == "timm" and ":" not in tower.name else ""
             starts.setdefault(side, own + tower.name)
     return starts
@@ -168,7 +185,9 @@ def _training(whole: Config, state: Mapping[str, Any]) -> dict[str, Any]:
         "optimiser": f"AdamW, betas {optim.betas}, eps {optim.eps}, decay {optim.weight_decay}",
         "peak learning rate": optim.lr,
         "warm-up": optim.warmup,
-        "frozen": ", ".join(train.freeze),
+        "layer-wise decay of the rate": None if optim.layer_decay == 1 else optim.layer_decay,
+        "frozen": ", ".join([*train.freeze, *(g.match for g in optim.groups if g.freeze)]),
+        "other groups": ", ".join(g.match for g in optim.groups if not g.freeze),
         "average of the weights": None if train.ema is None else f"decay {train.ema}",
         "seed": whole.seed,
         "precision": {"no": "float32"}.get(p := state.get("precision", ""), p),

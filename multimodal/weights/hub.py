@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pickle import UnpicklingError
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoImageProcessor, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
@@ -27,6 +29,8 @@ _KINDS: dict[str, tuple[str, Callable[..., tuple[config.Model, TwoTower]]]] = {
     "siglip2": ("Siglip2Model", import_siglip2),
 }
 """Names of classes, since some are not in every version."""
+_GENERAL_IN_5 = "TokenizersBackend"
+"""What transformers 5 calls the general class of tokenizers when it saves one."""
 
 
 def load_hf(name: str) -> tuple[config.Model, TwoTower, Tokenizer]:
@@ -50,7 +54,7 @@ def load_hf(name: str) -> tuple[config.Model, TwoTower, Tokenizer]:
         theirs = _read(class_name, name)
         processor = AutoImageProcessor.from_pretrained(name, trust_remote_code=False).to_dict()
         preprocess = read_preprocess(processor, _image_size(theirs.config.vision_config))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, UnpicklingError, SafetensorError) as error:
         raise ValueError(
             f"no model of transformers that can be used at {name!r}: {error}. Give a folder with "
             "config.json, model.safetensors, tokenizer.json and preprocessor_config.json of a "
@@ -106,7 +110,7 @@ def _clean(kind: str, name: str) -> list[config.Cleaning]:
     described = get_tokenizer_config(name).get("tokenizer_class") or ""
     if described.startswith("SiglipTokenizer"):
         return ["punctuation", "whitespace", "lower"]
-    return [] if described == GENERAL_TOKENIZER else ["lower"]
+    return [] if described in (GENERAL_TOKENIZER, _GENERAL_IN_5) else ["lower"]
 
 
 def _tokenizer(section: config.Model) -> Tokenizer:

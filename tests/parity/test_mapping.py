@@ -74,6 +74,13 @@ def test_parts_are_transposed_before_they_are_split_and_after_they_are_joined():
     assert torch.equal(from_ours(table, result, state)["kv"], state["kv"])
 
 
+def test_square_matrices_are_transposed_too():
+    table, square = (same("proj", "proj.weight", transpose=True),), torch.randn(3, 3)
+    result = to_ours(table, {"proj": square}, {"proj.weight": torch.zeros(3, 3)})
+    assert torch.equal(result["proj.weight"], square.T)
+    assert torch.equal(from_ours(table, result, {"proj": torch.zeros(3, 3)})["proj"], square)
+
+
 def test_a_matrix_that_was_not_transposed_is_refused_with_the_shapes_of_its_own_side():
     state = theirs() | {"proj": torch.zeros(5, 2)}
     with pytest.raises(ValueError, match=r"proj has shape \[5, 2\], needed \[2, 5\]"):

@@ -9,7 +9,7 @@ import yaml
 from safetensors.torch import load_file
 from tools import make_shards, picture, retrieval, tiny_config, tiny_tree
 
-from multimodal.config import Card, Config, FolderSource
+from multimodal.config import Card, Config, FolderSource, Optim
 from multimodal.config_io import check
 from multimodal.data.build import open_source
 from multimodal.train.card import data_terms, model_card
@@ -234,5 +234,28 @@ def test_terms_come_from_the_samples(tmp_path):
     (pictures / "a.json").write_text(json.dumps({"captions": ["a red bar"], **TERMS}))
     source = open_source(FolderSource(kind="folder", path=str(pictures)))
     assert data_terms(source) == ["CC0: nobody"]
+    (pictures / "b.png").write_bytes(picture("red", "bar"))
+    other = {"captions": ["a red bar"], "license": "mine\n# Evaluation\n<script>"}
+    (pictures / "b.json").write_text(json.dumps(other))
+    both = data_terms(open_source(FolderSource(kind="folder", path=str(pictures))))
+    assert both == ["CC0: nobody", "mine # Evaluation &lt;script&gt;"]
     _, sections = card_of(tiny_config(tmp_path, tmp_path), terms=data_terms(source))
     assert "Terms: CC0: nobody." in sections["Training data"]
+
+
+def test_what_moves_by_groups_and_depth_is_stated(tmp_path):
+    groups = {"layer_decay": 0.5, "groups": [{"match": "^text", "freeze": True}, {"match": "bias"}]}
+    whole = tiny_config(tmp_path, tmp_path)
+    whole = whole.model_copy(update={"optim": Optim.model_validate(groups)})
+    _, sections = card_of(whole)
+    training = sections["Training"]
+    assert "| layer-wise decay of the rate | 0.5 |" in training
+    assert "| frozen | ^text |" in training
+    assert "| other groups | bias |" in training
+
+
+def test_a_run_on_this_machine_is_no_model_of_the_hub(tmp_path):
+    whole = tiny_config(tmp_path, tmp_path)
+    model = whole.model.model_copy(update={"init": "runs/seed0"})
+    front, _ = card_of(whole.model_copy(update={"model": model}))
+    assert "base_model" not in front

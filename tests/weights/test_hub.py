@@ -84,6 +84,7 @@ def test_siglip_folder_is_read_with_its_preprocessing(tmp_path):
         ("SiglipTokenizer", ["punctuation", "whitespace", "lower"]),
         ("GemmaTokenizer", ["lower"]),
         ("PreTrainedTokenizerFast", []),
+        ("TokenizersBackend", []),
     ],
 )
 def test_siglip_texts_are_cleaned_as_its_class_of_tokenizer_says(tmp_path, kind, steps):
@@ -97,3 +98,28 @@ def test_a_model_of_another_kind_is_refused(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
     with pytest.raises(ValueError, match="it is a 'bert' model"):
         load(f"hf:{tmp_path}")
+
+
+def test_a_damaged_file_of_weights_is_one_sentence(tmp_path):
+    CLIPConfig(text_config=TEXT, vision_config=IMAGE).save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"cut short")
+    with pytest.raises(ValueError, match="no model of transformers that can be used"):
+        load(f"hf:{tmp_path}")
+
+
+def test_a_pickle_with_code_is_one_sentence_and_runs_nothing(tmp_path):
+    CLIPConfig(text_config=TEXT, vision_config=IMAGE).save_pretrained(tmp_path)
+    torch.save({"logit_scale": Planted(tmp_path / "ran")}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="no model of transformers that can be used"):
+        load(f"hf:{tmp_path}")
+    assert not (tmp_path / "ran").exists()
+
+
+class Planted:
+    """Runs code when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return exec, (f"open({str(self.path)!r}, 'w').close()",)
