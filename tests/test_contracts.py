@@ -72,6 +72,12 @@ def test_imports_point_down(path):
             assert target in ALLOWED[part(path)], f"{path} imports {name}"
 
 
+def test_tests_are_found_from_any_folder():
+    for path in (ROOT / "tests").rglob("*.py"):
+        wrong = [name for name in imports(path) if name.split(".")[0] == "tests"]
+        assert not wrong, f"{path} imports {wrong}, which is found from the project's folder only"
+
+
 def test_accelerate_is_used_by_the_engine_only():
     users = {part(p) for p in PACKAGE.rglob("*.py") if any("accelerate" in n for n in imports(p))}
     assert users == {"train"}

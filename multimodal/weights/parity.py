@@ -225,6 +225,10 @@ def _own_way(theirs: Theirs) -> Callable[[list[Image.Image]], Tensor] | None:
 
 
 def _texts(pretrained: Pretrained, theirs: Theirs) -> Iterator[Row]:
+    if theirs.tokens is not None:
+        texts = inputs.vocabulary_texts(pretrained.tokenizer)
+        wrong = _differing_ids(pretrained, theirs.tokens, texts)
+        yield Row(f"token ids of {len(texts)} texts of all pieces, number that differ", wrong, 0)
     for kind, texts in inputs.texts().items():
         reason = theirs.known.get(kind)
         if kind == inputs.ENTITIES and theirs.unescapes == pretrained.tokenizer.unescape:
@@ -232,9 +236,7 @@ def _texts(pretrained: Pretrained, theirs: Theirs) -> Iterator[Row]:
         tokens, lengths = pretrained.tokenizer.encode(texts)
         ours = pretrained.model.encode_text(tokens, lengths)
         if theirs.tokens is not None:
-            own = [row[:n] for row, n in zip(tokens.tolist(), lengths.tolist(), strict=True)]
-            found = theirs.tokens(texts)
-            wrong = sum(a != b for a, b in zip(own, found, strict=True))
+            wrong = _differing_ids(pretrained, theirs.tokens, texts)
             yield Row(f"token ids of {len(texts)} {kind}, number that differ", wrong, 0, reason)
         if theirs.text is not None:
             padded = _padded(tokens, pretrained, theirs)
@@ -244,6 +246,14 @@ def _texts(pretrained: Pretrained, theirs: Theirs) -> Iterator[Row]:
             distance = _distance(ours, theirs.embed_texts(texts))
             what = f"text features of {kind}, each side's own tokens"
             yield Row(what, distance, theirs.tolerance, reason)
+
+
+def _differing_ids(
+    pretrained: Pretrained, encode: Callable[[list[str]], list[list[int]]], texts: list[str]
+) -> int:
+    tokens, lengths = pretrained.tokenizer.encode(texts)
+    own = [row[:n] for row, n in zip(tokens.tolist(), lengths.tolist(), strict=True)]
+    return sum(a != b for a, b in zip(own, encode(texts), strict=True))
 
 
 def _temperature(pretrained: Pretrained, theirs: Theirs) -> Iterator[Row]:

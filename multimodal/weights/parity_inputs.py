@@ -6,6 +6,8 @@ known difference hides nothing else.
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,6 +16,7 @@ from PIL import ExifTags, Image
 from torch import Tensor
 
 from multimodal import config
+from multimodal.data.text import Tokenizer
 
 PICTURES = "pictures"
 EXACT = "pictures as large as the model's input"
@@ -28,6 +31,8 @@ MISREAD = "texts in the wrong encoding"
 _LONG = 8
 """Aspect ratio from which our own preprocessing cuts before it scales."""
 _LINE = "a photo of two small dogs running over the wet sand at the end of a long summer day, "
+_MARKS = re.compile("\u0120|\u2581|</w>|^##")
+"""What kinds of vocabularies write at the start or the end of a word."""
 
 
 def texts() -> dict[str, list[str]]:
@@ -78,6 +83,17 @@ def by_kind(
     for image in images:
         kinds.setdefault(_kind(image, size, preprocess), []).append(image)
     return kinds
+
+
+def vocabulary_texts(tokenizer: Tokenizer) -> list[str]:
+    """Texts that fit the context and hold, as a word, every piece made of ASCII letters."""
+    vocab = json.loads(tokenizer.as_json())["model"]["vocab"]
+    pieces = vocab if isinstance(vocab, dict) else (piece for piece, _ in vocab)
+    bare = (_MARKS.sub("", piece) for piece in pieces)
+    words = sorted({word for word in bare if word.isascii() and word.isalpha()})
+    # A piece from within words can take several tokens when it stands alone.
+    together = max(1, tokenizer.context_length // 5)
+    return [" ".join(words[i : i + together]) for i in range(0, len(words), together)]
 
 
 def random_texts(

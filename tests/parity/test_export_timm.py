@@ -7,6 +7,8 @@ import pytest
 import timm
 import torch
 from safetensors.torch import load_file, save_file
+from test_transformers_clip import randomised
+from tiny import picture, tiny_pretrained, tiny_section
 
 from multimodal import config
 from multimodal.weights import timm_folder
@@ -14,8 +16,6 @@ from multimodal.weights.convert import convert
 from multimodal.weights.mapping import from_ours, to_ours
 from multimodal.weights.parity import compare
 from multimodal.weights.timm_vit import vit_arguments, vit_name, vit_table
-from tests.parity.test_transformers_clip import randomised
-from tests.tiny import picture, tiny_pretrained, tiny_section
 
 BASE = {"kind": "vit", "image_size": 21, "patch_size": 7, "width": 26, "depth": 2, "heads": 2}
 SIGLIP = {

@@ -11,6 +11,7 @@ from timm.models.vision_transformer_hybrid import (
     ConvStem,
     _create_vision_transformer_hybrid,
 )
+from timm_models import register
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
@@ -20,7 +21,6 @@ from multimodal.models.build import build_model
 from multimodal.weights.load import load
 from multimodal.weights.mapping import from_ours, to_ours
 from multimodal.weights.openclip_timm import projection_name, timm_section, timm_table
-from tests.timm_models import register
 
 open_clip = pytest.importorskip("open_clip")
 

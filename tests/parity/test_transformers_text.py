@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny import tiny_pretrained, tiny_section
 from torch import Tensor
 from transformers import (
     AutoModel,
@@ -33,7 +34,6 @@ from multimodal.models.hf_text import HfTextTower
 from multimodal.weights.load import load
 from multimodal.weights.pretrained import Pretrained
 from multimodal.weights.save import save_model
-from tests.tiny import tiny_pretrained, tiny_section
 
 VOCAB, CONTEXT = 301, 21
 SIZES = {

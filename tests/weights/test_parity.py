@@ -142,6 +142,22 @@ def test_pixels_that_pillow_has_scaled_pass(ours, theirs, mode):
     assert len(rows) == 2 and not failed(rows)
 
 
+def test_two_pieces_that_changed_places_are_found_wherever_they_stand(ours, theirs):
+    texts = inputs.vocabulary_texts(ours.tokenizer)
+    assert max(ours.tokenizer.count(texts)) <= ours.tokenizer.context_length
+    used = sorted({i for row in theirs.tokens(texts) for i in row})
+    assert len(used) > 26
+    for first, second in zip(used[2:-2:5], used[3:-1:5], strict=False):
+        swap = {first: second, second: first}
+        swapped = replace(
+            theirs,
+            tokens=lambda texts, swap=swap: [
+                [swap.get(i, i) for i in row] for row in theirs.tokens(texts)
+            ],
+        )
+        assert "texts of all pieces" in failed(compare(ours, swapped))
+
+
 def test_a_known_difference_excuses_its_kind_of_input_only(ours, theirs):
     def tokens(texts):
         return [

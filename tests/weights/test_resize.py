@@ -6,11 +6,11 @@ import pytest
 import timm
 import torch
 from timm.layers import resample_abs_pos_embed
+from tiny import tiny_section
 
 from multimodal import config
 from multimodal.models.build import build_model
 from multimodal.weights.resize import resize_positions
-from tests.tiny import tiny_section
 
 NAME = "image.position.weight"
 
