@@ -1,20 +1,18 @@
 """An image tower from transformers, behind the same face as `image.VitTower`."""
 
 import inspect
-from pathlib import Path
 
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from multimodal import config
-from multimodal.layers.block import Checkpointing
-from multimodal.models.hf_model import checkpoint_blocks, read_tower
+from multimodal.models.hf_model import HfTower, read_tower
 
 _NOT_ENCODERS = ("vit_mae", "yolos")
 """Model types that drop patches at random in use too, or add tokens of detections."""
 
 
-class HfImageTower(nn.Module):
+class HfImageTower(HfTower):
     """An `AutoModel` with pixel inputs: DINOv2, DINOv3, ViT and others.
 
     Of a two-tower model the image part is taken. A pooler head is kept for `pool=pooler` only, and
@@ -42,19 +40,6 @@ class HfImageTower(nn.Module):
         for name, parameter in self.model.named_parameters():
             if name.endswith("mask_token"):
                 parameter.requires_grad_(False)
-
-    def save_architecture(self, folder: Path | str) -> None:
-        """Write transformers' `config.json`, from which `pretrained: false` rebuilds the tower."""
-        self.model.config.save_pretrained(folder)
-
-    def checkpoint_activations(self, mode: Checkpointing) -> None:
-        """transformers knows whole blocks only, so `selective` is `full` here.
-
-        Raises:
-            ValueError: when the model cannot.
-        """
-        if mode != "none":
-            checkpoint_blocks(self.model)
 
     def forward(self, pixels: Float[Tensor, "B C H W"]) -> Float[Tensor, "B width"]:
         """Embed normalised pictures."""

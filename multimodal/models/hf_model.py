@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -16,10 +17,30 @@ from torch import nn
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 
 from multimodal.files import resolve_package
+from multimodal.layers.block import Checkpointing
 
 log = logging.getLogger(__name__)
 _SHOWN = 5
 _OPTIONS = {"dtype": torch.float32, "trust_remote_code": False}
+
+
+class HfTower(nn.Module):
+    """What the towers of transformers share; `model` is theirs."""
+
+    model: nn.Module
+
+    def save_architecture(self, folder: Path | str) -> None:
+        """Write transformers' `config.json`, from which `pretrained: false` rebuilds the tower."""
+        self.model.config.save_pretrained(folder)
+
+    def checkpoint_activations(self, mode: Checkpointing) -> None:
+        """transformers knows whole blocks only, so `selective` is `full` here.
+
+        Raises:
+            ValueError: when the model cannot.
+        """
+        if mode != "none":
+            checkpoint_blocks(self.model)
 
 
 def read_tower(

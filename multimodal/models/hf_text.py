@@ -1,17 +1,14 @@
 """A text tower from transformers, behind the same face as `text.TextTower`."""
 
-from pathlib import Path
-
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from multimodal import config
-from multimodal.layers.block import Checkpointing
-from multimodal.models.hf_model import checkpoint_blocks, read_tower
+from multimodal.models.hf_model import HfTower, read_tower
 
 
-class HfTextTower(nn.Module):
+class HfTextTower(HfTower):
     """An `AutoModel` with token inputs; padding is hidden by an attention mask.
 
     Of an encoder-decoder the encoder is taken, of a model with a text part that part. A pooler head
@@ -32,19 +29,6 @@ class HfTextTower(nn.Module):
         self.width: int = self.model.config.hidden_size
         self.vocab_size: int = _token_embedding(self.model).num_embeddings
         _check_context(section, self.model)
-
-    def save_architecture(self, folder: Path | str) -> None:
-        """Write transformers' `config.json`, from which `pretrained: false` rebuilds the tower."""
-        self.model.config.save_pretrained(folder)
-
-    def checkpoint_activations(self, mode: Checkpointing) -> None:
-        """transformers knows whole blocks only, so `selective` is `full` here.
-
-        Raises:
-            ValueError: when the model cannot.
-        """
-        if mode != "none":
-            checkpoint_blocks(self.model)
 
     def forward(
         self, tokens: Int[Tensor, "B L"], lengths: Int[Tensor, "B"]

@@ -69,6 +69,7 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
 
 def _read_torch(path: Path) -> Any:
     if _is_torchscript(path):
+        # Advice to the user about a foreign file; nothing is written or run here.
         raise ValueError(
             f"{path} is a TorchScript archive, as OpenAI published its models: a program, which is "
             "not run here. Where you trust it, write its weights once with\n"
